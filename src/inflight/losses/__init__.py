@@ -1,9 +1,9 @@
-"""Policy losses as pure functions, presets, metrics that add up, and the chunked log-probability head.
+"""Policy losses as pure functions, presets, additive metrics, and the chunked log-probability head.
 
-A `PolicyLoss` consists of pieces: a ratio at a level, a gate, corrections, penalties, and an aggregation, the only
-piece with denominators. It is a plain sum over the targets of packed micro-batches, weighted by what `prepare` counted
-over the whole optimizer step, so any split into micro-batches and ranks gives the same gradient. The package does not
-depend on models, workers or rollouts.
+A `PolicyLoss` consists of pieces: a ratio at a level, a gate, corrections, penalties, and an aggregation, which is the
+only piece with denominators. The loss is a plain sum over the targets of packed micro-batches. Its weights come from
+counts that `prepare` makes over the whole optimizer step, so any split into micro-batches and ranks gives the same
+gradient. The package does not depend on models, workers or rollouts.
 """
 
 from inflight.losses.aggregation import (

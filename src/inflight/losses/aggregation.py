@@ -1,4 +1,4 @@
-"""Denominators: how much weight each target has in the loss.
+"""Denominators, which determine how much weight each target has in the loss.
 
 The loss is a plain sum over targets. Its weights come from counts over the whole optimizer step, so any split of the
 segments into micro-batches and ranks gives the same gradient.
@@ -21,8 +21,8 @@ from inflight.losses.targets import Targets
 Counted = Literal["before", "after"]
 """Whether a denominator counts before or after corrections have rejected targets.
 
-``before``: all targets and, as in the papers, all completions, even those without a target. ``after``: the remaining
-targets, and the completions that still have one.
+``before`` counts all targets and, as in the papers, all completions, even those without a target. ``after`` counts the
+remaining targets, and the completions that still have one.
 """
 
 
@@ -33,9 +33,9 @@ class Counts:
     num_tokens: float
     """Number of targets."""
     num_sequences: float
-    """Number of completions; after rejection, only of those that still have a target."""
+    """Number of completions or, after rejection, of those that still have a target."""
     tokens_P: tuple[float, ...] = ()
-    """Number of targets in all completions of each prompt; empty if no denominator needs it."""
+    """Number of targets in all completions of each prompt; empty if no denominator needs these numbers."""
 
     @property
     def num_prompts(self) -> int:
@@ -51,7 +51,7 @@ class TokenMean(Piece):
 
 
 class SegmentMean(Piece):
-    """1 / (N_sequences L_i): every sequence has the same weight, so tokens of short ones have more (GRPO, 2402.03300).
+    """1 / (N_sequences L_i): every sequence has the same weight, so tokens of short ones weigh more (GRPO, 2402.03300).
 
     L_i counts targets.
     """
@@ -61,7 +61,9 @@ class SegmentMean(Piece):
 
 
 class SegmentSum(Piece):
-    """1 / N_sequences: tokens of a sequence add up (PipelineRL). With a ratio of whole sequences: LUSPO's weight."""
+    """1 / N_sequences: a sum over each sequence's tokens (PipelineRL). With a whole-sequence ratio, it is LUSPO's
+    weight.
+    """
 
     kind: Literal["segment_sum"] = "segment_sum"
     counted: Counted = "before"
@@ -77,7 +79,7 @@ class Constant(Piece):
 
 
 class PromptMean(Piece):
-    """1 / (N_prompts T_p): equal weight for prompts; T_p: tokens of its completions (ScaleRL, 2510.13786)."""
+    """1 / (N_prompts T_p): equal weight for prompts; T_p counts a prompt's completion tokens (ScaleRL, 2510.13786)."""
 
     kind: Literal["prompt_mean"] = "prompt_mean"
     counted: Counted = "before"
@@ -111,8 +113,8 @@ def token_shares(
 ) -> torch.Tensor:
     """Return the weight of each target, float64 [N].
 
-    ``counted_N`` and ``counts`` cover all targets or the kept ones, as the aggregation counts; ``prompts_S`` indicates
-    which segments share a prompt. Raises `InvalidRequestError` if it is None although needed.
+    ``counted_N`` and ``counts`` cover all targets or only the kept ones, depending on what the aggregation counts.
+    ``prompts_S`` indicates which segments share a prompt. Raises `InvalidRequestError` if it is None but needed.
     """
     # A step without targets has counts of 0, and nothing to weigh.
     num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)

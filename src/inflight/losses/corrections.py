@@ -1,8 +1,8 @@
 """Corrections: weights and rejections for tokens that were sampled by a policy other than the trained one.
 
-A correction multiplies the policy term of a target by a weight, or rejects the target: loss and gradient of its policy
-term are 0 then. A call returns the weights, or, as booleans, which targets are kept. They carry no gradient. Penalties
-are not corrected.
+A correction multiplies the policy term of a target by a weight, or rejects the target, so that the loss and gradient of
+its policy term are 0. A call returns either the weights or booleans that indicate which targets are kept, without a
+gradient. Penalties are not corrected.
 
 Shape suffixes: N targets, S segments.
 """
@@ -28,8 +28,8 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 class Truncate(Piece):
     """Weight min(max(w, low), high): truncated importance sampling (TIS), or plain importance sampling without bounds.
 
-    w is a ratio at a level, by default of the proximal to the behaviour policy: with the gate's ratio of trainer to
-    proximal that is decoupled PPO (AReaL, arXiv 2505.24298, eq. 5).
+    w is a ratio at a level, by default that of the proximal to the behaviour policy. If the gate then uses the ratio of
+    the trainer to the proximal policy, this is decoupled PPO (AReaL, arXiv 2505.24298, eq. 5).
     """
 
     kind: Literal["truncate"] = "truncate"
@@ -44,10 +44,10 @@ class Truncate(Piece):
 
 
 class Band(Piece):
-    """Rejects targets whose ratio lies outside [low, high] (IcePop, Ring-1T, arXiv 2510.18855), or whole segments.
+    """Rejects targets, or whole segments, with a ratio outside [low, high] (IcePop, Ring-1T, arXiv 2510.18855).
 
-    ``level`` takes the ratio of a segment (geometric mean or product); ``whole_segments`` rejects every target of a
-    segment that has one target outside.
+    A segment ``level`` uses the ratio of a segment (geometric mean or product). ``whole_segments`` rejects all targets
+    of a segment if the ratio of one of them is outside.
     """
 
     kind: Literal["band"] = "band"
@@ -68,10 +68,11 @@ class Band(Piece):
 
 
 class TrustTv(Piece):
-    """Rejects targets whose probability has moved too far already (DPPO-TV, arXiv 2602.04879).
+    """Rejects targets whose probability has already moved too far (DPPO-TV, arXiv 2602.04879).
 
-    With the trainer's pi and the behaviour policy's mu, it rejects A > 0 with pi - mu > ``high``, and A < 0 with
-    mu - pi > ``low``. Without ``by_sign``, both bounds hold for any advantage (prime-rl's IPO).
+    pi is the trainer's probability and mu the behaviour policy's. Rejects targets with A > 0 and pi - mu > ``high``,
+    and targets with A < 0 and mu - pi > ``low``. Without ``by_sign``, both bounds apply to any advantage (prime-rl's
+    IPO).
     """
 
     kind: Literal["trust_tv"] = "trust_tv"
@@ -88,10 +89,10 @@ class TrustTv(Piece):
 
 
 class TrustKl(Piece):
-    """Rejects targets that move further in the direction of their advantage beyond a bound of KL (DPPO-KL, 2602.04879).
+    """Rejects targets that have moved beyond a KL bound in the direction of their advantage (DPPO-KL, 2602.04879).
 
-    The KL is between Bernoulli distributions, mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)), in nats. It
-    rejects targets above ``bound`` with A > 0 and pi > mu, or A < 0 and pi < mu.
+    The KL is between Bernoulli distributions, mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)), in nats. Targets
+    above ``bound`` are rejected if A > 0 and pi > mu, or A < 0 and pi < mu.
     """
 
     kind: Literal["trust_kl"] = "trust_kl"
@@ -106,9 +107,9 @@ class TrustKl(Piece):
 
 
 class Opsm(Piece):
-    """Rejects segments of negative advantage that have drifted away (off-policy sequence masking, DeepSeek-V3.2).
+    """Rejects segments with negative advantages that have drifted away (off-policy sequence masking, DeepSeek-V3.2).
 
-    It rejects targets with A < 0 in segments whose mean of log mu - log pi exceeds ``bound`` (arXiv 2512.02556).
+    Targets with A < 0 are rejected in segments whose mean of log mu - log pi exceeds ``bound`` (arXiv 2512.02556).
     """
 
     kind: Literal["opsm"] = "opsm"
@@ -121,11 +122,10 @@ class Opsm(Piece):
 
 
 class SecondMoment(Piece):
-    """Rejects the targets of largest squared log ratio until the mean of the rest is at most ``bound`` (M2PO,
-    arXiv 2510.01161).
+    """Rejects the largest squared log ratios until the mean of the rest is at most ``bound`` (M2PO, arXiv 2510.01161).
 
     The mean is over all targets of the optimizer step, so `prepare` computes the largest square that is kept. Targets
-    of equal squares are kept or rejected together.
+    with equal squares are kept or rejected together.
     """
 
     kind: Literal["second_moment"] = "second_moment"
@@ -154,7 +154,7 @@ class MaxAge(Piece):
 
 
 Correction = Annotated[Truncate | Band | TrustTv | TrustKl | Opsm | SecondMoment | MaxAge, Field(discriminator="kind")]
-"""A weight or a mask of targets that corrects for the policy that sampled them."""
+"""A weight or a mask for targets that corrects for the policy that sampled them."""
 
 
 def depends_on_trainer(correction: Correction) -> bool:
@@ -174,11 +174,11 @@ def couples_segments(correction: Correction) -> bool:
 
 
 def second_moment_threshold(correction: SecondMoment, step: Sequence[Targets], add: Reduce) -> float:
-    """Return the threshold of squares below which the mean of all remaining squares is within the bound.
+    """Return the threshold for squares up to which targets are kept, so that their mean is within the bound.
 
-    The mean grows with the threshold, so bisection over floats finds it using only sums over ranks. It lies half-way
-    between the largest square kept and the smallest rejected, so that squares recomputed with different rounding fall
-    on the same side.
+    The mean grows with the threshold, so bisection over floats finds the threshold using only sums over ranks. It lies
+    halfway between the largest square kept and the smallest rejected, so that squares that are recomputed with
+    different rounding fall on the same side.
     """
     squares = torch.cat([torch.zeros(0, dtype=torch.float64), *(correction.squares(targets).cpu() for targets in step)])
 

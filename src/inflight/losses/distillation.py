@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher's logprobs as a term of the advantages.
+"""On-policy distillation: a teacher's logprobs as a term in the advantages.
 
 Shape suffixes: N targets.
 """

@@ -1,7 +1,7 @@
-"""Gates: how a log ratio and an advantage become the loss and the gradient weight of a token.
+"""Gates, which turn a log ratio and an advantage into the loss and the gradient weight of a token.
 
-A gate is fully described by g = -d loss / d trainer logprob. Each docstring gives the loss and g: w is the ratio at the
-loss's level, A the advantage, sg stops the gradient.
+A gate is fully described by g = -d loss / d trainer logprob. Each docstring gives the loss and g. In these, w is the
+ratio at the loss's level, A is the advantage, and sg stops the gradient.
 
 Shape suffixes: N targets.
 """
@@ -19,12 +19,12 @@ from inflight.losses.pieces import Piece
 from inflight.losses.targets import Targets
 
 _LARGEST_EXPONENT = 700.0
-"""The largest log ratio that is exponentiated; exp of more is close to the limit of float64."""
+"""The largest log ratio that is exponentiated: the exponential of a larger one is close to the limit of float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedLoss:
-    """The loss of each target before weights, and its metrics."""
+    """The loss of each target before it is weighted, and its metrics."""
 
     loss_N: torch.Tensor
     pull_N: torch.Tensor
@@ -36,9 +36,9 @@ class GatedLoss:
 class Score(Piece):
     """REINFORCE with detached weights: loss -A sg(c(w)) log pi, g = A c(w).
 
-    c clamps w to [``low``, ``high``], or with ``outside = "drop"`` is w inside and 0 outside. Truncated from above it
-    is the loss of PipelineRL (arXiv 2509.19128), AIPO (LlamaRL, arXiv 2505.24034) and CISPO (MiniMax-M1, arXiv
-    2506.13585); with "drop" it is that of GLM-5 (arXiv 2602.15763). ``low = high = 1`` is plain REINFORCE.
+    c clamps w to [``low``, ``high``]; with ``outside = "drop"``, c(w) is w inside that range and 0 outside. Truncated
+    from above, it is the loss of PipelineRL (arXiv 2509.19128), AIPO (LlamaRL, arXiv 2505.24034) and CISPO (MiniMax-M1,
+    arXiv 2506.13585); with "drop", it is that of GLM-5 (arXiv 2602.15763). ``low = high = 1`` is plain REINFORCE.
     """
 
     kind: Literal["score"] = "score"
@@ -71,12 +71,11 @@ class Score(Piece):
 
 
 class PpoClip(Piece):
-    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7): loss -min(w A, clip(w, 1 - low, 1 + high) A), g = A w
-    inside.
+    """The clipped surrogate of PPO (arXiv 1707.06347, eq. 7): loss -min(w A, clip(w, 1 - low, 1 + high) A), g = A w.
 
-    g is 0 where A > 0 and w > 1 + ``high``, or A < 0 and w < 1 - ``low``. ``dual`` bounds the loss where A < 0 at -dual
-    A (dual clip, arXiv 1912.09729): g is 0 for w > dual there. ``delta`` bounds w from above before anything else, for
-    both signs (INTELLECT-2, arXiv 2505.07291).
+    g is 0 where A > 0 and w > 1 + ``high``, or A < 0 and w < 1 - ``low``. Where A < 0, ``dual`` limits the loss to
+    -dual A, so that g is 0 for w > dual (dual clip, arXiv 1912.09729). ``delta`` limits w from above before anything
+    else, for both signs of A (INTELLECT-2, arXiv 2505.07291).
     """
 
     kind: Literal["ppo_clip"] = "ppo_clip"
@@ -98,7 +97,7 @@ class PpoClip(Piece):
 
 
 class PositiveUnclipped(Piece):
-    """UP-GRPO (arXiv 2607.06987): A > 0: loss -A log pi with g = A, whatever the ratio; A < 0: PPO with dual clip."""
+    """UP-GRPO (arXiv 2607.06987): for A > 0, loss -A log pi and g = A at any ratio; for A < 0, PPO with dual clip."""
 
     kind: Literal["positive_unclipped"] = "positive_unclipped"
     low: float = Field(default=0.2, ge=0)
@@ -157,10 +156,10 @@ class Vespo(Piece):
 
 
 class GeometricMean(Piece):
-    """GMPO (arXiv 2507.20673): loss -A exp((1/L) sum_t c(log w_t)), g_t = A exp(...) inside, 0 outside, over L.
+    """GMPO (arXiv 2507.20673): loss -A exp((1/L) sum_t c(log w_t)), g_t = A exp(...) / L inside, 0 outside.
 
-    c bounds the log ratio of each token where that lowers the objective: at ``high`` from above where A > 0, at
-    -``low`` from below where A < 0. The mean is over the targets of a segment; the ratio is given at level ``token``.
+    c limits the log ratio of each token where that lowers the objective: to at most ``high`` where A > 0, and to at
+    least -``low`` where A < 0. The mean is over the targets of a segment; the ratio is passed at level ``token``.
     """
 
     kind: Literal["geometric_mean"] = "geometric_mean"
@@ -197,8 +196,10 @@ def _clipped(
     ceilings: tuple[float | None, float | None],
     floor: float | None,
 ) -> GatedLoss:
-    """Return -A w, with w bounded where that lowers the objective: from above by the ceiling for the sign of A, from
-    below by the floor where A is negative."""
+    """Return -A w, with w limited where that lowers the objective.
+
+    The ceiling for the sign of A limits w from above; where A is negative, the floor limits it from below.
+    """
     advantages_N = targets.advantages_N
     raw_N = log_ratio_N.detach().exp()
     positive_N, negative_N = live_N & (advantages_N > 0), live_N & (advantages_N < 0)

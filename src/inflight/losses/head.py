@@ -1,8 +1,8 @@
 """Logprobs of given tokens from hidden states, without holding all logits at once.
 
-Logits are computed in tiles of some targets by part of the vocabulary, in the forward pass and again in the backward
-pass (two passes, for any loss). `one_pass` computes the logits of a few targets once and differentiates immediately,
-for losses that allow it. `inflight.losses.products` decides how tiles are multiplied.
+Logits are computed in tiles, each for some targets and a part of the vocabulary, in the forward pass and again in the
+backward pass (two passes, for any loss). `one_pass` computes the logits of a few targets once and differentiates
+immediately, for losses that allow it. `inflight.losses.products` decides how tiles are multiplied.
 
 Shape suffixes: N targets, C targets of one tile, K tokens scored of each, H hidden, V vocabulary, W the tile's part of
 it.
@@ -38,13 +38,13 @@ def chunked_logprobs(
 ) -> torch.Tensor:
     """Return log softmax((hidden weight^T + bias) / temperature) at the targets, [N], differentiable once.
 
-    Targets [N, K] are K tokens of each distribution, which may repeat; the result is [N, K].
+    Targets [N, K] are K tokens of each distribution, possibly repeated; the result is then [N, K].
 
-    Computed in float32, or in float64 if the hidden states are float64, with autocast or without. On NVIDIA GPUs
-    bfloat16 inputs are multiplied unchanged, with float32 sums, to the same accuracy. Logits of at most ``chunk_size``
-    targets and ``vocab_chunk_size`` tokens are in memory at a time; the backward pass recomputes them, only for targets
-    with a nonzero gradient. Gradients go to hidden states, weight and bias; they are accumulated in the dtype of the
-    computation and rounded once. With ``kept``, the softmax is over those tokens.
+    The computation is in float32, or in float64 if the hidden states are float64, with or without autocast. On NVIDIA
+    GPUs, bfloat16 inputs are multiplied without a cast and summed in float32, with the same accuracy. Logits of at most
+    ``chunk_size`` targets and ``vocab_chunk_size`` tokens are in memory at a time; the backward pass recomputes them
+    only for targets with a nonzero gradient. Hidden states, weight and bias receive gradients, which are accumulated in
+    the dtype of the computation and rounded once. With ``kept``, the softmax is over those tokens only.
 
     Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a target is outside the vocabulary or the
     ``kept`` tokens, a temperature is not above 0 and finite, or a chunk is smaller than 1. A second derivative raises
@@ -105,14 +105,13 @@ def one_pass(
     bias_V: torch.Tensor | None = None,
     chunk_size: int = CHUNK_SIZE // 4,
 ) -> torch.Tensor:
-    """Return the sum of ``loss_of(logprobs_C, rows)`` over chunks of targets; its gradients are computed in the same
-    pass.
+    """Return the sum of ``loss_of(logprobs_C, rows)`` over chunks of targets, computing its gradients in the same pass.
 
-    ``loss_of`` takes the logprobs of some targets and their rows, and returns their part of the loss, a scalar. The
-    loss must therefore be a sum over targets in which no term depends on the logprob of another target. Logits of
-    ``chunk_size`` targets and the whole vocabulary are in memory at a time and are computed once, which takes a third
-    less arithmetic than two passes. A later factor on the result is applied to the finished gradients. Raises as
-    `chunked_logprobs` does, and `InvalidRequestError` if a part of the loss is not a scalar.
+    ``loss_of`` takes the logprobs of some targets and their rows, and returns these targets' part of the loss, a
+    scalar. The loss must therefore be a sum over targets in which no term depends on the logprob of another target.
+    Logits of ``chunk_size`` targets and the whole vocabulary are in memory at a time and are computed once, which takes
+    a third less arithmetic than two passes. A later factor on the result is applied to the finished gradients. Raises
+    the same errors as `chunked_logprobs`, and `InvalidRequestError` if a part of the loss is not a scalar.
     """
     check_arguments(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size)
     # Without elements, but in the graph of the inputs: keeping it alive does not keep them alive.
@@ -254,7 +253,7 @@ class _Head(torch.autograd.Function):
 
 
 def _per_row(values_N: torch.Tensor) -> torch.Tensor:
-    """Return [N] or [N, K] values as [N, K]."""
+    """Return values [N] or [N, K] as [N, K]."""
     return values_N if values_N.dim() == 2 else values_N.unsqueeze(1)
 
 
@@ -353,7 +352,8 @@ class _OnePass(torch.autograd.Function):
 
 _DENSE = 0.75
 """Share of targets with a gradient above which skipping the others costs more than it saves. On a GPU, `one_pass` skips
-none: to read their number, every tile would have to wait for the previous one."""
+none: reading their number would make every tile wait for the previous one.
+"""
 
 
 def _scalar(part: torch.Tensor, rows: slice) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The arguments of the log-probability head, and their checks.
+"""Checks of the log-probability head's arguments.
 
 Shape suffixes: N targets, C targets of one tile, H hidden, V vocabulary, W the tile's part of it, K tokens kept.
 """
@@ -18,9 +18,9 @@ class KeptTokens:
     """The tokens that top-p and top-k kept when each target was sampled; behaviour logprobs are over these."""
 
     token_ids_K: torch.Tensor
-    """int64, the tokens of the first target, then of the second, ..."""
+    """int64, the tokens of the first target, then those of the second, and so on."""
     offsets: torch.Tensor
-    """int64 [N + 1], where the tokens of each target begin; the last is K."""
+    """int64 [N + 1], the index at which the tokens of each target begin; the last is K."""
 
 
 def dtype_of(hidden_NH: torch.Tensor) -> torch.dtype:
@@ -37,7 +37,7 @@ def check_arguments(
     *chunk_sizes: int,
     several: bool = False,
 ) -> None:
-    """Raise `InvalidRequestError` unless shapes, dtypes, devices, targets, temperatures and chunk sizes fit.
+    """Raise `InvalidRequestError` unless shapes, dtypes, devices, targets, temperatures and chunk sizes are valid.
 
     ``several`` allows targets [N, K].
     """
@@ -85,7 +85,7 @@ def check_arguments(
 
 
 def check_kept(kept: KeptTokens | None, targets_N: torch.Tensor, vocab_size: int) -> None:
-    """Raise `InvalidRequestError` unless the kept tokens fit the targets, and include them."""
+    """Raise `InvalidRequestError` unless the kept tokens match the targets and include them."""
     if kept is None:
         return
     token_ids_K, offsets = kept.token_ids_K, kept.offsets
@@ -116,7 +116,7 @@ def check_kept(kept: KeptTokens | None, targets_N: torch.Tensor, vocab_size: int
 
 
 def keep_mask(kept: KeptTokens, rows: slice, columns: slice, host_offsets: Sequence[int]) -> torch.Tensor:
-    """Return which tokens of a tile were kept, bool [C, W]; ``host_offsets`` are the offsets as numbers."""
+    """Return which tokens of a tile were kept, bool [C, W]; ``host_offsets`` are the offsets as Python numbers."""
     num_rows, width = rows.stop - rows.start, columns.stop - columns.start
     offsets = kept.offsets[rows.start : rows.stop + 1]
     first, last = host_offsets[rows.start], host_offsets[rows.stop]
@@ -124,7 +124,7 @@ def keep_mask(kept: KeptTokens, rows: slice, columns: slice, host_offsets: Seque
     row_K = torch.repeat_interleave(
         torch.arange(num_rows, device=offsets.device), offsets.diff(), output_size=last - first
     )
-    # Tokens outside of the tile go to an extra column.
+    # Tokens outside the tile go to an extra column.
     column_K = torch.where((column_K >= 0) & (column_K < width), column_K, width)
     mask_CW = torch.zeros(num_rows, width + 1, dtype=torch.bool, device=offsets.device)
     mask_CW[row_K, column_K] = True

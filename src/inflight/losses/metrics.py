@@ -1,6 +1,6 @@
 """Metrics that stay exact over micro-batches and ranks, and the result of a loss.
 
-A mean is kept as numerator and denominator, both of which add, so no mean of means is taken.
+A mean is stored as a numerator and a denominator, each of which is summed, so no mean of means is taken.
 
 Shape suffixes: T packed tokens, N targets (tokens with a true loss mask).
 """
@@ -23,7 +23,7 @@ not use it."""
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A weighted mean as numerator and denominator; reduces by adding both."""
+    """A weighted mean as a numerator and a denominator; it is reduced by adding both."""
 
     sum: float
     weight: float
@@ -36,7 +36,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Maximum:
-    """The largest value seen; reduces by taking the larger one. NaN takes precedence."""
+    """The largest value seen; it is reduced by taking the larger one. NaN takes precedence."""
 
     value: float
 
@@ -56,7 +56,7 @@ _SAMPLE_SIZES: Mapping[WeightKind, str] = {
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """A term of the loss, and metrics of it.
+    """A term of the loss, and its metrics.
 
     ``loss`` is a differentiable scalar. Terms of micro-batches and ranks add up to the loss of the optimizer step.
     """
@@ -66,14 +66,14 @@ class LossOutput:
 
 
 def add_metrics(a: Metrics, b: Metrics) -> Metrics:
-    """Return the metrics of both parts together. A metric may be missing from one part."""
+    """Return the combined metrics of both parts. A metric may be missing from one part."""
     return {**a, **b, **{name: _add(a[name], b[name]) for name in a if name in b}}
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
     """Return the values to log, with ``effective_sample_size`` if there are ratios. Call it after the reduction.
 
-    A metric without weight (no token was counted) is omitted.
+    A metric with a weight of 0, for which no token was counted, is omitted.
     """
     values = {name: m.value for name, m in metrics.items() if not (isinstance(m, Metric) and m.weight == 0)}
     for kind, name in _SAMPLE_SIZES.items():
@@ -85,9 +85,9 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
 def effective_sample_size(metrics: Metrics, kind: WeightKind = "ratio") -> float:
     """Return (sum w)^2 / (n sum w^2) of n weights w: 1 if all are equal, 1/n if one dwarfs the rest.
 
-    ``ratio``: the raw ratios of tokens; truncated ratios would give 1 under a tight cap at any staleness. ``pull``: the
-    weights that tokens have in the gradient after truncation, clipping and rejection. ``sequence_ratio``: the raw
-    ratios of whole sequences. ``sequence_pull``: the mean pull of each sequence's tokens.
+    ``ratio`` uses the raw ratios of tokens; with a tight cap, truncated ratios would give 1 at any staleness. ``pull``
+    uses the weights that tokens have in the gradient after truncation, clipping and rejection. ``sequence_ratio`` uses
+    the raw ratios of whole sequences, and ``sequence_pull`` the mean pull of each sequence's tokens.
     """
     return metrics[kind].value ** 2 / metrics[f"{kind}_squared"].value
 
@@ -106,10 +106,10 @@ def decode_metrics(encoded: Mapping[str, Sequence[float]]) -> Metrics:
 def ratio_metrics(trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor) -> Metrics:
     """Return metrics of the raw ratios w = exp(trainer - behaviour) of the targets, in float64.
 
-    ``ratio`` and ``ratio_squared`` are the means of w and w^2 (see `effective_sample_size`), ``max_abs_log_ratio`` the
-    largest abs(log w). ``behaviour_kl_k1`` and ``behaviour_kl_k3`` estimate KL(behaviour || trainer) in nats per token:
-    means of -log w and of w - 1 - log w (http://joschu.net/blog/kl-approx.html). Log ratios are clamped to +-300 for
-    all metrics but the maximum.
+    ``ratio`` and ``ratio_squared`` are the means of w and w^2 (see `effective_sample_size`), ``max_abs_log_ratio`` is
+    the largest abs(log w). ``behaviour_kl_k1`` and ``behaviour_kl_k3`` estimate KL(behaviour || trainer) in nats per
+    token, by the means of -log w and of w - 1 - log w (http://joschu.net/blog/kl-approx.html). Log ratios are clamped
+    to +-300 for all metrics except the maximum.
     """
     raw_N = trainer_logprobs_N.double() - behaviour_logprobs_N.double()
     log_ratio_N = raw_N.clamp(-_MAX_LOG_RATIO, _MAX_LOG_RATIO)
@@ -128,11 +128,11 @@ def ratio_metrics(trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.
 def staleness_metrics(
     trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor, lag_N: torch.Tensor
 ) -> dict[str, Metric | Maximum]:
-    """Return the age of the targets in versions, and the mismatch of those at lag 0.
+    """Return metrics of the age of the targets in versions, and of the mismatch of those at lag 0.
 
-    ``lag`` and ``max_lag`` are mean and largest lag. ``mismatch_k1`` and ``mismatch_k3`` are KL(behaviour || trainer)
-    as in `ratio_metrics`, over targets of lag 0 alone: the difference in numerics, without staleness. ``stale_k1`` and
-    ``stale_k3`` cover the other targets.
+    ``lag`` and ``max_lag`` are the mean and the largest lag. ``mismatch_k1`` and ``mismatch_k3`` estimate KL(behaviour
+    || trainer) as in `ratio_metrics`, but only over targets at lag 0: they measure the difference in numerics, without
+    staleness. ``stale_k1`` and ``stale_k3`` cover the other targets.
     """
     parts = {"mismatch": (lag_N == 0).nonzero().squeeze(1), "stale": (lag_N != 0).nonzero().squeeze(1)}
     kl = {
@@ -148,11 +148,11 @@ def staleness_metrics(
 
 @torch.no_grad()
 def pull_metrics(targets: Targets, pull_N: torch.Tensor) -> dict[str, Metric | Maximum]:
-    """Return `ratio_metrics`, and metrics of the weights in the gradient and of whole sequences that have a target.
+    """Return `ratio_metrics`, and metrics of the weights in the gradient and of the sequences that have a target.
 
-    ``pull`` and ``pull_squared`` are the means of the weights that targets have in the gradient, apart from advantage
-    and denominator; ``sequence_pull`` those of each sequence's mean pull; ``sequence_ratio`` those of exp(sum of log
-    ratios) of each sequence, its log clamped to +-300.
+    ``pull`` is the mean of the weights that targets have in the gradient, apart from advantage and denominator.
+    ``sequence_pull`` is the mean of each sequence's mean pull, and ``sequence_ratio`` that of exp(sum of log ratios)
+    over sequences, with the sum clamped to +-300. Each of them has a ``_squared``, the mean of the squares.
     """
     counts_S = targets.segment_sum(torch.ones_like(targets.behaviour_N))
     with_targets = counts_S.nonzero().squeeze(1)

@@ -1,4 +1,4 @@
-"""Micro-batches: samples packed side by side on the target-aligned layout, and read at their targets.
+"""Micro-batches: samples packed one after another in the target-aligned layout, and checked at their targets.
 
 Shape suffixes: T packed tokens, N targets (tokens with a true loss mask), L layers, K experts of a token in a layer.
 """
@@ -36,12 +36,13 @@ def collate(
     *,
     share_prefixes: bool = False,
 ) -> MicroBatch:
-    """Return the samples packed in order, one segment each: prompt, then completion. If none: `empty_micro_batch`.
+    """Return the samples packed in order, one segment each with its prompt and completion, or `empty_micro_batch` if
+    none.
 
     With ``share_prefixes`` the micro-batch states which tokens have the same prefix, for a `PrefixSharingWorker`. A
     temperature of 0 (greedy) becomes 1, because behaviour logprobs are then computed from the unscaled logits. Values
     at masked tokens become 0. ``image_tensors`` is required if rollouts have images. Raises `InvalidRequestError` for a
-    sample without prompt or whose fields differ in length.
+    sample that has no prompt or whose fields differ in length.
     """
     if not samples:
         return empty_micro_batch(device)
@@ -135,7 +136,7 @@ def _images_of(
     device: torch.device | str | None,
     image_tensors: ImageTensors | None,
 ) -> dict[str, Any]:
-    """Return the fields of images; an image in a shared prefix is included only once, where the prefix first occurs."""
+    """Return the image fields; an image in a shared prefix is included only once, where the prefix first occurs."""
     starts = [0, *itertools.accumulate(lengths)]
     placed = [(start, image) for start, sample in zip(starts, samples, strict=False) for image in sample.rollout.images]
     if first_tokens_T is not None:
@@ -153,7 +154,7 @@ def _images_of(
 
 
 def _places(samples: Sequence[Sample]) -> list[tuple[int, int]]:
-    """Return where the completion of each sample is located among the packed tokens."""
+    """Return the start and end of each sample's completion among the packed tokens."""
     ends = [*itertools.accumulate(sample.rollout.num_tokens for sample in samples)]
     return [(end - len(s.rollout.completion_token_ids), end) for s, end in zip(samples, ends, strict=True)]
 
@@ -207,7 +208,7 @@ def empty_micro_batch(device: torch.device | str | None = None) -> MicroBatch:
     """Return a micro-batch of two tokens without a target, for a rank that has run out of data.
 
     Every rank must run the same forward and backward passes, or their collectives would wait forever. The loss and
-    gradient of this micro-batch are 0, its metrics have no weight, and no denominator counts it.
+    gradient of this micro-batch are 0, its metrics have a weight of 0, and no denominator counts it.
     """
 
     def zeros(dtype: torch.dtype) -> torch.Tensor:
@@ -247,11 +248,11 @@ _KINDS: Mapping[str, torch.dtype | None] = {
     "teacher_ids_S": torch.int64,
     "proximal_logprobs_T": None,
 }
-"""Dtype of each field that losses read; None: a floating-point one."""
+"""The dtype of each field that losses read; None stands for any floating-point dtype."""
 
 
 def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) -> None:
-    """Raise `InvalidRequestError` unless the fields that losses read, and any further values per token, fit.
+    """Raise `InvalidRequestError` unless the fields that losses read, and any further per-token values, are valid.
 
     Checks shapes, dtypes, devices and the range of segment ids.
     """
@@ -281,7 +282,7 @@ def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) ->
 
 
 def check_groups(batches: Sequence[MicroBatch], num_groups: int) -> None:
-    """Raise `InvalidRequestError` unless the prompts of all targets are below ``num_groups``."""
+    """Raise `InvalidRequestError` unless the group ids of all targets are below ``num_groups``."""
     for batch in batches:
         if batch.group_ids_S is None:
             continue
@@ -294,7 +295,7 @@ def check_groups(batches: Sequence[MicroBatch], num_groups: int) -> None:
 
 
 def check_finite(rows_N: torch.Tensor, **values: torch.Tensor | None) -> None:
-    """Raise `NonFiniteError` if a value [N] at a target is not finite; ``rows_N`` are their packed tokens."""
+    """Raise `NonFiniteError` if a value [N] at a target is not finite; ``rows_N`` are the targets' packed tokens."""
     named = {name: values_N for name, values_N in values.items() if values_N is not None}
     # One test for all, because it synchronises with a GPU.
     if not named or torch.stack([values_N.isfinite().all() for values_N in named.values()]).all():

@@ -1,7 +1,7 @@
 """Penalties: terms added to the policy term, each with a true gradient and, optionally, its own denominator.
 
-d is the log ratio of trainer to reference, g = -d loss / d trainer logprob before the coefficient. Corrections do not
-apply to them.
+In the formulas, d is the log ratio of trainer to reference, and g = -d loss / d trainer logprob before the coefficient
+is applied. Corrections do not apply to penalties.
 
 Shape suffixes: N targets, K candidate tokens at a target's position.
 """
@@ -23,20 +23,21 @@ from inflight.losses.targets import Targets
 KlEstimator = Literal["k1", "k2", "k3", "k3_straight_through", "ratio_k1", "ratio_k3"]
 """How KL(trainer || reference) enters the loss (arXiv 2506.09477; gradients are of the trainer's logprobs):
 
-``k1`` d; its expected gradient is 0, so it does not regularize ``k2`` d^2 / 2; on-policy it has the gradient of the
-reverse KL ``k3`` exp(-d) + d - 1; on-policy it has the gradient of the *forward* KL(reference || trainer)
-``k3_straight_through`` the value of k3 with the gradient of k2 ``ratio_k1`` r d, correct off-policy too; r =
-exp(trainer - behaviour) is not detached ``ratio_k3`` r k3, whose gradient is r d; correct off-policy too
-(DeepSeek-V3.2, 2512.02556, eq. 7)
+- ``k1``: d. Its expected gradient is 0, so it does not regularize.
+- ``k2``: d^2 / 2. On-policy, its gradient is that of the reverse KL.
+- ``k3``: exp(-d) + d - 1. On-policy, its gradient is that of the *forward* KL(reference || trainer).
+- ``k3_straight_through``: the value of k3 with the gradient of k2.
+- ``ratio_k1``: r d, where r = exp(trainer - behaviour) is not detached. It is also correct off-policy.
+- ``ratio_k3``: r k3, whose gradient is r d. It is also correct off-policy (DeepSeek-V3.2, 2512.02556, eq. 7).
 """
 
 OwnAggregation = Aggregation | None
-"""The denominator of a penalty; None: the policy term's."""
+"""The denominator of a penalty; None means that of the policy term."""
 
 
 @dataclass(frozen=True, slots=True)
 class PenaltyTerms:
-    """The penalty of each target before coefficient and weights, and means worth logging."""
+    """The penalty of each target before coefficient and weights, and values whose means are worth logging."""
 
     loss_N: torch.Tensor
     means: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -49,7 +50,7 @@ class Kl(Piece):
     coefficient: float = Field(ge=0)
     estimator: KlEstimator = "ratio_k3"
     clamp: float | None = Field(default=None, gt=0)
-    """Bound on abs(d), as in some frameworks: the gradient is 0 beyond it. None: no bound."""
+    """Limit for abs(d), as in some frameworks: the gradient is 0 beyond it. None means no limit."""
     aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> PenaltyTerms:
@@ -117,7 +118,7 @@ class SquaredLogRatio(Piece):
 class CrossEntropy(Piece):
     """``coefficient`` times -log pi, g = 1: imitation of the samples, by default where the advantage is positive.
 
-    The NLL term of VAPO (arXiv 2504.05118), and self-imitation.
+    This is the NLL term of VAPO (arXiv 2504.05118), or self-imitation.
     """
 
     kind: Literal["cross_entropy"] = "cross_entropy"
@@ -143,12 +144,13 @@ class TeacherKl(Piece):
     kind: Literal["teacher_kl"] = "teacher_kl"
     coefficient: float = Field(ge=0)
     renormalised: bool = False
-    """Divide the teacher's probabilities by their sum. If false, a KL below 0, which the missing tail makes possible,
-    counts as 0 and has no gradient."""
+    """Whether the teacher's probabilities are divided by their sum. If they are not, the missing tail can make the KL
+    negative; it then counts as 0 and has no gradient.
+    """
     aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> PenaltyTerms:
-        """Return the penalty. The targets must have the teacher's top-k tokens, which the loss checks."""
+        """Return the penalty. The loss checks beforehand that the targets have the teacher's top-k tokens."""
         assert targets.teacher_top_NK is not None and targets.student_top_NK is not None
         teacher_NK, student_NK = targets.teacher_top_NK, targets.student_top_NK
         mass_N = teacher_NK.exp().sum(1)

@@ -1,4 +1,7 @@
-"""The base of the pieces of a loss: frozen, comparable, hashable, and written to JSON unchanged. No torch."""
+"""The base class of the pieces of a loss: frozen, comparable, hashable and serializable to JSON.
+
+It does not use torch.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from inflight.base.toml import Section
 
 
 class Piece(Section):
-    """Settings of one piece of a loss; its ``kind`` names it. ``"unbounded"`` stands for None, which TOML cannot
-    represent."""
+    """Settings of one piece of a loss, which ``kind`` names. ``"unbounded"`` stands for None, which TOML cannot
+    represent.
+    """
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The two most common losses on plain tensors, packed or padded, for loops without micro-batches or plans."""
+"""The two most common losses for plain tensors, packed or padded, in training loops without micro-batches or plans."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def grpo_loss(
     All tensors have the same shape, except that ``advantages`` may be [B] or [B, 1] for logprobs [B, T]. ``loss_mask``
     is true, or not 0, at targets; values elsewhere, even NaN, have no effect.
 
-    ``denominator`` is by default the number of targets of this call, which is right only if the call sees the whole
-    optimizer step. A step that is split into micro-batches or over ranks needs one number for all its calls, such as
-    its total number of targets: a mean of the parts' means would give targets of short parts more weight. Gradients
-    must then be summed; if they are averaged over R ranks, as DDP does, pass a denominator that is R times smaller.
+    By default, ``denominator`` is the number of targets of this call, which is correct only if the call covers the
+    whole optimizer step. A step that is split into micro-batches or over ranks needs one number for all its calls, such
+    as its total number of targets: a mean of the parts' means would give more weight to targets in short parts.
+    Gradients must then be summed; if they are averaged over R ranks, as DDP does, pass a denominator that is R times
+    smaller.
 
     Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a clip is negative, or the denominator is not
-    one number above 0, and `NonFiniteError` if a behaviour logprob or an advantage of a target is not finite. Metrics:
-    those of the ratios, plus ``clip_fraction_high`` and ``clip_fraction_low``.
+    one number above 0, and `NonFiniteError` if a behaviour logprob or an advantage of a target is not finite. The
+    metrics are those of the ratios, ``clip_fraction_high`` and ``clip_fraction_low``.
     """
     gate = _gate(PpoClip, low=clip_low, high=clip_high)
     return _sum_loss(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
@@ -52,9 +53,10 @@ def reinforce_loss(
     cap: float = 5.0,
     denominator: float | torch.Tensor | None = None,
 ) -> LossOutput:
-    """Return REINFORCE with importance weights truncated at ``cap`` (`inflight.losses.Score`), as in PipelineRL.
+    """Return the loss of REINFORCE with importance weights truncated at ``cap`` (`inflight.losses.Score`), as in
+    PipelineRL.
 
-    Tensors, ``denominator`` and errors are as in `grpo_loss`. Metrics: those of the ratios, plus
+    Tensors, ``denominator`` and errors are as in `grpo_loss`. The metrics are those of the ratios, and
     ``truncated_fraction``.
     """
     gate = _gate(Score, high=cap)

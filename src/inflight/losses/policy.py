@@ -1,7 +1,7 @@
 """`PolicyLoss`: combines a ratio, a gate, corrections, penalties and denominators.
 
-`inflight.losses.prepare` counts once over the whole optimizer step. After that the loss is a plain sum over targets, so
-losses and gradients add up to the same result regardless of how segments are split into micro-batches and ranks.
+`inflight.losses.prepare` first counts over the whole optimizer step. The loss is then a plain sum over targets, so
+losses and gradients add up to the same result however segments are split into micro-batches and ranks.
 
 Shape suffixes: T packed tokens, N targets, S segments, P prompts, K candidate tokens at a target's position.
 """
@@ -46,14 +46,15 @@ needs trainer logprobs of the whole step before its first micro-batch is trained
 
 @dataclass(frozen=True, slots=True)
 class LossPlan:
-    """The counts of `prepare` over one optimizer step; the same on every rank."""
+    """The counts that `prepare` makes over one optimizer step; they are the same on every rank."""
 
     loss: PolicyLoss
     before: Counts
     """Counts of all targets and completions."""
     after: Counts
-    """Counts of targets that no correction rejects, and of their completions; equal to ``before`` if no denominator
-    needs them."""
+    """Counts of the targets that no correction rejects, and of their completions; equal to ``before`` if no denominator
+    needs separate counts.
+    """
     thresholds: tuple[float | None, ...] = ()
     """The threshold of each correction that has a statistic of the whole step, in the order of the corrections."""
     current_version: int | None = None
@@ -69,18 +70,22 @@ class PolicyLoss(Piece):
     gate: Gate
     level: Level = "token"
     between: Literal["trainer/behaviour", "trainer/proximal"] = "trainer/behaviour"
-    """The gate's ratio. Proximal logprobs are the trainer's at the start of the step; without ``proximal_logprobs_T``
-    in the micro-batch they are the current ones, detached."""
+    """The gate's ratio. Proximal logprobs are the trainer's at the start of the step. If the micro-batch has no
+    ``proximal_logprobs_T``, they are the trainer's current ones, detached.
+    """
     proximal: Literal["recomputed", "interpolated"] = "recomputed"
-    """``interpolated``: on the line from behaviour to trainer logprobs at (lag - 1) / lag (A-3PO, arXiv 2512.06547)."""
+    """``interpolated``: behaviour logprobs, moved (lag - 1) / lag of the way to the trainer's (A-3PO, arXiv
+    2512.06547).
+    """
     corrections: tuple[Correction, ...] = ()
     aggregation: Aggregation = TokenMean()
     penalties: tuple[Penalty, ...] = ()
     distillation: Distillation | None = None
-    """None: advantages are those of the micro-batch."""
+    """If this is None, the advantages are those of the micro-batch."""
     non_finite: Literal["raise", "drop", "on_policy"] = "raise"
     """The treatment of targets whose behaviour logprob is not finite: raise an error, exclude them from the loss and
-    all counts, or use the trainer's logprob, for a ratio of 1."""
+    all counts, or use the trainer's logprob, which gives a ratio of 1.
+    """
 
     @model_validator(mode="after")
     def _fits_together(self) -> PolicyLoss:
@@ -116,7 +121,7 @@ class PolicyLoss(Piece):
 
     @property
     def has_terms_without_advantage(self) -> bool:
-        """Whether targets without advantage have a gradient: imitation, a teacher, or a KL to a reference.
+        """Whether targets with an advantage of 0 have a gradient, from imitation, a teacher, or a KL to a reference.
 
         The squared log ratio does not count, because it only limits the effect of the policy term.
         """
@@ -125,7 +130,7 @@ class PolicyLoss(Piece):
 
     @property
     def locality(self) -> Literal["token", "segment"]:
-        """``token`` if, after `prepare`, the gradient of a target depends on its own trainer logprob only."""
+        """``token`` if, after `prepare`, the gradient of a target depends only on its own trainer logprob."""
         coupled = self.level != "token" or isinstance(self.gate, GeometricMean)
         recomputed = self.proximal == "recomputed"
         coupled |= any(
@@ -144,11 +149,11 @@ class PolicyLoss(Piece):
     ) -> LossOutput:
         """Return the loss of one micro-batch, to be summed over micro-batches and ranks, and its metrics.
 
-        ``student_top_TK`` are the trainer logprobs of ``teacher_top_ids_TK``. Computed in float64; the loss has the
-        dtype of ``trainer_logprobs_T``. Values at masked positions, even NaN, have no effect on loss or gradient.
-        Raises `NonFiniteError` if a behaviour logprob (see ``non_finite``), reference or teacher logprob or advantage
-        of a target is not finite, and `InvalidRequestError` if the micro-batch lacks fields that the loss `needs`,
-        shapes, dtypes or devices do not fit, or the plan is for another loss.
+        ``student_top_TK`` are the trainer logprobs of ``teacher_top_ids_TK``. The loss is computed in float64 and
+        returned in the dtype of ``trainer_logprobs_T``. Values at masked positions, even NaN, have no effect on loss or
+        gradient. Raises `NonFiniteError` if a behaviour logprob (see ``non_finite``), reference or teacher logprob or
+        advantage of a target is not finite, and `InvalidRequestError` if the micro-batch lacks fields that the loss
+        `needs`, shapes, dtypes or devices do not fit, or the plan is for another loss.
         """
         given = {"trainer_logprobs_T": trainer_logprobs_T, "entropy_T": entropy_T, "student_top_TK": student_top_TK}
         self._check(batch, plan, **given)
@@ -177,7 +182,7 @@ class PolicyLoss(Piece):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return d loss / d trainer logprobs [T], and d loss / d entropy [T] if entropies are given.
 
-        Raises like a call, and `InvalidRequestError` for a loss with a ``teacher_kl`` penalty.
+        Raises the same errors as a call, and `InvalidRequestError` for a loss with a ``teacher_kl`` penalty.
         """
         self._check(batch, plan, trainer_logprobs_T=trainer_logprobs_T, entropy_T=entropy_T)
         leaves = [trainer_logprobs_T.detach().requires_grad_()]
@@ -191,11 +196,12 @@ class PolicyLoss(Piece):
         return filled[0], filled[1] if entropy_T is not None else None
 
     def on_targets(self, batch: MicroBatch, plan: LossPlan) -> Callable[[torch.Tensor, slice], torch.Tensor]:
-        """Return the ``loss_of`` of `inflight.losses.one_pass`: the part of the loss of some targets of the batch.
+        """Return the ``loss_of`` for `inflight.losses.one_pass`, which computes the loss of some of the batch's
+        targets.
 
         Targets are the tokens selected by ``loss_mask_T``, in order. Raises `InvalidRequestError` if the loss couples
-        targets: its `locality` must be ``token``, its denominators count before rejection, and it must not need
-        entropies. Otherwise this function and the returned one raise like a call.
+        targets: its `locality` must be ``token``, its denominators must count before rejection, and it must not need
+        entropies. Otherwise this function and the returned one raise the same errors as a call.
         """
         rejects = bool(self.corrections) and any(map(counts_after_rejection, self._aggregations))
         if self.locality != "token" or rejects or self.needs & {"entropy", "teacher_top"}:
@@ -239,7 +245,7 @@ class PolicyLoss(Piece):
 
     @property
     def _aggregations(self) -> list[Aggregation]:
-        """The aggregation of the policy term, then that of each penalty."""
+        """The aggregation of the policy term, followed by that of each penalty."""
         return [self.aggregation, *(penalty.aggregation or self.aggregation for penalty in self.penalties)]
 
     def _sum(
@@ -247,7 +253,7 @@ class PolicyLoss(Piece):
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss, the weight of each target in its gradient, and further values to average.
 
-        ``shares`` are the weights that the denominators of the policy term and of each penalty give.
+        ``shares`` are the weights from the denominators of the policy term and of each penalty.
         """
         live_N = keep_N & (targets.advantages_N != 0)
         log_ratio_N = targets.at_level(targets.log_ratio(self.between), self.level)
@@ -355,7 +361,7 @@ class PolicyLoss(Piece):
     def _shares(
         self, aggregation: Aggregation, targets: Targets, keep_N: torch.Tensor, batch: MicroBatch, plan: LossPlan
     ) -> torch.Tensor:
-        """Return the weight that the denominators give each target."""
+        """Return the weight that an aggregation's denominator gives each target."""
         after = counts_after_rejection(aggregation)
         counted_N = keep_N if after else torch.ones_like(keep_N)
         counts = plan.after if after else plan.before
@@ -363,7 +369,7 @@ class PolicyLoss(Piece):
 
 
 def _rows_of(batch: MicroBatch, rows_N: torch.Tensor) -> MicroBatch:
-    """Return a micro-batch of some targets, as if their segments had no others."""
+    """Return a micro-batch with only some of the targets, as if their segments had no others."""
     names = (
         *("segment_ids_T", "behaviour_logprobs_T", "advantages_T", "versions_T"),
         *("reference_logprobs_T", "teacher_logprobs_T", "proximal_logprobs_T"),

@@ -1,4 +1,5 @@
-"""`prepare`: counts and statistics of a whole optimizer step, which the loss of each micro-batch needs.
+"""`prepare`, which computes the counts and statistics of a whole optimizer step that the loss of each micro-batch
+needs.
 
 Shape suffixes: T packed tokens, S segments.
 """
@@ -29,14 +30,14 @@ def prepare(
     num_sequences: int | None = None,
     reduce: Reduce | None = None,
 ) -> LossPlan:
-    """Return the counts and statistics of a whole optimizer step that the loss needs; without gradients.
+    """Return the counts and statistics of a whole optimizer step that the loss needs, without gradients.
 
     ``batches`` are all micro-batches of this rank; segments must not be split between them. ``reduce`` sums over ranks;
     every rank must call `prepare`, even without a target. A loss that needs a ``first_forward`` needs
-    ``trainer_logprobs`` [T] of each micro-batch; one that needs ``group_ids`` on several ranks needs ``num_groups`` of
-    the whole step. ``current_version`` is the version of the trained weights. ``num_sequences`` counts the completions
-    of the whole step, if some are in no micro-batch because all their tokens are masked; by default the segments of all
-    micro-batches except `empty_micro_batch` are counted.
+    ``trainer_logprobs`` [T] of each micro-batch; one that needs ``group_ids`` on several ranks needs the whole step's
+    ``num_groups``. ``current_version`` is the version of the trained weights. ``num_sequences`` is the number of
+    completions in the whole step; pass it if some completions are in no micro-batch because all their tokens are
+    masked. By default, the segments of all micro-batches except `empty_micro_batch` are counted.
 
     Raises `InvalidRequestError` if something is missing, and the errors that `PolicyLoss` raises for its targets.
     """
@@ -86,7 +87,7 @@ def prepare(
         left, completions = _counts(everything, num_groups, add)
         if num_sequences is not None and num_sequences < completions:
             raise InvalidRequestError(
-                f"the micro-batches hold {completions:.0f} completions, but num_sequences is only {num_sequences}: "
+                f"the micro-batches contain {completions:.0f} completions, but num_sequences is only {num_sequences}: "
                 "pass the number of completions of the whole step"
             )
         before = after = replace(left, num_sequences=completions if num_sequences is None else num_sequences)
@@ -99,7 +100,7 @@ def prepare(
 def _counts(
     step: Sequence[tuple[Targets, torch.Tensor, MicroBatch]], num_groups: int, add: Reduce
 ) -> tuple[Counts, float]:
-    """Return the numbers of counted targets and of segments with one, over all ranks, and the number of completions."""
+    """Return the counts of targets and of segments that have one, over all ranks, and the number of completions."""
     numbers = torch.zeros(3 + num_groups, dtype=torch.float64)
     for targets, counted_N, batch in step:
         tokens_S = targets.segment_sum(counted_N.double()).cpu()

@@ -24,7 +24,7 @@ class Preset:
     name: str
     loss: PolicyLoss
     advantages: AdvantageEstimator
-    """Estimator for `inflight.rollouts.batch_advantages`; the loss itself accepts any advantages."""
+    """The estimator for `inflight.rollouts.batch_advantages`; the loss itself accepts any advantages."""
     formula: str
     """The formula of a token's loss, in the symbols of presets.toml."""
     gradient: str
@@ -33,7 +33,7 @@ class Preset:
 
     @property
     def needs(self) -> str:
-        """The requirements beyond trainer and behaviour logprobs, as text."""
+        """A description of what the loss needs beyond trainer and behaviour logprobs."""
         needs: list[str] = sorted(self.loss.needs)
         if self.loss.between == "trainer/proximal" or any(
             "proximal" in getattr(correction, "between", "") for correction in self.loss.corrections
@@ -42,7 +42,7 @@ class Preset:
         return ", ".join(needs) or "nothing more"
 
     def describe(self) -> str:
-        """Return the preset as a text of at most ten lines."""
+        """Return a description of the preset in at most ten lines."""
         corrections = ", ".join(map(_describe_piece, self.loss.corrections)) or "none"
         penalties = ", ".join(map(_describe_piece, self.loss.penalties)) or "none"
         lines = [
@@ -86,4 +86,4 @@ def _read() -> dict[str, Preset]:
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(_read())
-"""Presets by the name that configurations use."""
+"""The presets by the names that configurations use."""

@@ -1,7 +1,8 @@
 """Matrix products of the head: which inputs stay in 16 bits, and how products are accumulated.
 
-A product of two bfloat16 numbers has 16 significant bits, so float32 holds it exactly, and only the order of the sum
-differs from that of inputs cast to float32. Tensor cores multiply 16-bit inputs many times as fast as float32 units.
+A product of two bfloat16 numbers has 16 significant bits, so float32 represents it exactly, and the result differs from
+that of inputs cast to float32 only in the order of summation. Tensor cores multiply 16-bit inputs many times as fast as
+float32 units.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ import torch
 
 
 def is_narrow(hidden_NH: torch.Tensor, weight_VH: torch.Tensor) -> bool:
-    """Return whether hidden states and weight are multiplied unchanged, in bfloat16 on a GPU, or in float32.
+    """Return whether hidden states and weight are multiplied without a cast, in bfloat16 on a GPU, and not in float32.
 
-    float16 is never used: gradients of logits are often below its smallest number. On a CPU, casting once per tile is
-    faster. torch.mm takes ``out_dtype`` on NVIDIA GPUs only.
+    float16 is never used, because gradients of logits are often smaller than its smallest number. On a CPU, casting
+    once per tile is faster. torch.mm accepts ``out_dtype`` only on NVIDIA GPUs.
     """
     is_bfloat16 = hidden_NH.dtype == weight_VH.dtype == torch.bfloat16
     return is_bfloat16 and hidden_NH.device.type == "cuda" and torch.version.hip is None
 
 
 def product(a_MK: torch.Tensor, b_KN: torch.Tensor, out_MN: torch.Tensor) -> None:
-    """Write the product of bfloat16 matrices into a float32 one; sums are in float32."""
+    """Write the product of bfloat16 matrices into a float32 matrix, summing in float32."""
     if a_MK.device.type == "cuda":
         torch.mm(a_MK, b_KN, torch.float32, out=out_MN)
     else:
@@ -36,12 +37,12 @@ def add_product(sum_MN: torch.Tensor, a_MK: torch.Tensor, b_KN: torch.Tensor) ->
 
 
 def halves(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two bfloat16 tensors whose sum is a float32 tensor within 2**-17 of each element; overwrites it.
+    """Return two bfloat16 tensors whose sum is within a relative 2**-17 of a float32 tensor, which is overwritten.
 
-    Gradients of logits are float32. Rounded to bfloat16 once, their products would be off by 2**-8 of the sum of
-    magnitudes, in which positive and negative terms do not cancel, which exceeds the rounding of the result. A second
-    product with the remainder of the rounding reduces the error to 2**-17, in the time that TF32, with 2**-11, takes
-    for one product.
+    Gradients of logits are float32. If they were rounded to bfloat16 once, the error of their products would be 2**-8
+    of the sum of magnitudes. Positive and negative terms do not cancel in that sum, so this exceeds the rounding of the
+    result. A second product with the remainder of the rounding reduces the error to 2**-17, in the time that TF32, with
+    an error of 2**-11, takes for one product.
     """
     high = wide.to(torch.bfloat16)
     return high, wide.sub_(high).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Raising an error for second derivatives of functions whose backward pass has none."""
+"""Raises errors for second derivatives of functions whose backward pass cannot be differentiated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def only_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Calla
     """Return a backward function that raises when it is itself differentiated with respect to any input.
 
     torch's ``once_differentiable`` raises only if the upstream gradient requires a gradient, and only in a backward
-    pass to all leaves: second derivatives of a plain sum would silently be 0.
+    pass to all leaves, so second derivatives of a plain sum would silently be 0.
     """
 
     @wraps(backward)
@@ -36,7 +36,7 @@ def only_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Calla
 def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a backward function that raises `UnsupportedError` if the gradients' graph is requested (create_graph).
 
-    It is for gradients that are sent to other processes, which a graph cannot cover.
+    Use it for gradients that are sent to other processes, because a graph cannot extend to these.
     """
 
     @wraps(backward)

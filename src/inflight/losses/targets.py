@@ -1,7 +1,7 @@
 """The targets of a micro-batch, one after another, and which of them share a segment.
 
-Masked tokens are removed before anything is computed, so that their NaN cannot meet a zero gradient. Values are
-float64: N values are few compared with N rows of logits, and ratios of whole segments need the range of float64.
+Masked tokens are removed before anything is computed, so that a NaN there is never multiplied by a zero gradient.
+Values are float64: N values are few compared with N rows of logits, and ratios of whole segments need float64's range.
 
 Shape suffixes: N targets (tokens with a true loss mask), S segments, K candidate tokens at a target's position.
 """
@@ -24,7 +24,7 @@ Level = Literal["token", "segment_mean", "segment_mean_token", "segment_product"
 """
 
 Between = Literal["trainer/behaviour", "trainer/proximal", "proximal/behaviour"]
-"""Two policies whose probabilities a ratio divides. Proximal is the trainer's at the start of the optimizer step."""
+"""The two policies of a ratio. The proximal policy is the trainer's at the start of the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Targets:
     """
 
     trainer_N: torch.Tensor
-    """Natural log of the probability under the trained weights."""
+    """The natural log of the probability under the trained weights."""
     behaviour_N: torch.Tensor
     proximal_N: torch.Tensor
     advantages_N: torch.Tensor
@@ -70,11 +70,11 @@ class Targets:
         return values_N.new_zeros(self.num_segments).index_add(0, self.segments_N, values_N)
 
     def segment_mean(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the mean over each segment's targets, [S]; 0 where there is none."""
+        """Return the mean over each segment's targets, [S]; 0 for a segment without targets."""
         return self.segment_sum(values_N) / self.segment_sum(torch.ones_like(values_N)).clamp(min=1)
 
     def at_level(self, log_ratio_N: torch.Tensor, level: Level) -> torch.Tensor:
-        """Return the log ratio that each target has at a level, [N]."""
+        """Return the log ratio of each target at a level, [N]."""
         match level:
             case "token":
                 return log_ratio_N

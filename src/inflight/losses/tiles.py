@@ -1,4 +1,4 @@
-"""The logits of the head, tile by tile: some targets times part of the vocabulary.
+"""The logits of the head, tile by tile. A tile has some of the targets and a part of the vocabulary.
 
 Shape suffixes: N targets, C targets of one tile, K tokens scored of each, H hidden, V vocabulary, W the tile's part of
 it.
@@ -15,7 +15,7 @@ from inflight.losses.products import product
 
 
 class Tiles:
-    """The logits of some targets, tile by tile, in one buffer that every tile overwrites."""
+    """Computes the logits of some targets, tile by tile, in one buffer that every tile overwrites."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class Tiles:
         self._buffer = torch.empty(size, dtype=self._dtype, device=hidden_NH.device)
 
     def columns(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield parts of the vocabulary with their weight in the dtype of the products."""
+        """Yield parts of the vocabulary with their weights in the dtype of the products."""
         for start in range(0, len(self._weight_VH), self._vocab_chunk_size):
             columns = slice(start, min(start + self._vocab_chunk_size, len(self._weight_VH)))
             weight_WH = self._weight_VH[columns]
             yield columns, weight_WH if self._narrow else weight_WH.to(self._dtype)
 
     def logits(self, columns: slice, weight_WH: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the logits of each part of the targets over a part of the vocabulary; the caller may overwrite them."""
+        """Yield the logits of parts of the targets over a part of the vocabulary; the caller may overwrite them."""
         for start in range(0, len(self.hidden_NH), self._chunk_size):
             rows = slice(start, min(start + self._chunk_size, len(self.hidden_NH)))
             shape = (rows.stop - rows.start, len(weight_WH))
@@ -77,7 +77,7 @@ class Tiles:
 
 
 def columns_of(targets_CK: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which targets are in a part of the vocabulary, and a column for each, which is valid only for those.
+    """Return which targets are in a part of the vocabulary, and a column for each, valid only for those targets.
 
     No index list is built, because reading its length would synchronize with the GPU.
     """

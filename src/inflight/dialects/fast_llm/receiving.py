@@ -103,7 +103,7 @@ class FollowedTrainer:
             self._group.abort()
 
     def _receive(self) -> tuple[list[TensorSpec], dict[str, torch.Tensor]]:
-        """Receive one update to its end; return the specifications of its weights, and the tensors that fit the model."""
+        """Receive one update to its end; return its weights' specifications, and the tensors that fit the model."""
         specs: list[TensorSpec] = []
         tensors: dict[str, torch.Tensor] = {}
         for _ in range(_MAX_TENSORS):

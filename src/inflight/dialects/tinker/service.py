@@ -125,7 +125,7 @@ class TinkerService:
             await self._end_models(session_id)
 
     async def end_idle_sessions(self, interval_s: float = 30.0) -> None:
-        """Until cancelled, end sessions whose clients were silent for `IDLE_S`, and delete what is unused or expired."""
+        """Until cancelled, end sessions whose clients are silent for `IDLE_S`, and delete unused and expired files."""
         while True:
             await asyncio.sleep(interval_s)
             await asyncio.to_thread(self.store.delete_expired)
