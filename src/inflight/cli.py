@@ -22,14 +22,14 @@ from inflight.base.tasks import text_of
 from inflight.errors import InflightError
 
 _LEFT_S = 5.0
-"""How long threads of user code may outlive the command."""
+"""How long, in seconds, threads of user code may outlive the command."""
 TRACEBACK_VARIABLE = "INFLIGHT_TRACEBACK"
 """If this environment variable is set, an unexpected exception is raised with its traceback."""
 _MAX_CHARACTERS = 1000
 
 
 class Command(NamedTuple):
-    """One command: its module in `inflight.commands`, its summary in ``inflight --help``, and an example.
+    """One command: its module in `inflight.commands`, its summary for ``inflight --help``, and an example.
 
     The module has two functions: ``add_arguments(parser)``, and ``run(arguments)``, which returns the exit status.
     """
@@ -149,7 +149,7 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0 success, 1 reported failure, 2 wrong usage, 130 interrupted."""
+    """Run one command and return its exit status: 0 success, 1 reported failure, 2 incorrect usage, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in COMMANDS:
         parser = argparse.ArgumentParser(
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:
-    """Return the parser of a command, whose help ends with an example on a line that is not wrapped."""
+    """Return the parser of a command. Its help ends with an example on a line that is not wrapped."""
     command = COMMANDS[name]
     width = shutil.get_terminal_size().columns - 2
     parser = argparse.ArgumentParser(
@@ -235,7 +235,7 @@ def _end_in_time(status: int) -> None:
 
 
 def _describe_defect(error: Exception) -> str:
-    """Return a line that says where an exception that no code expects was raised."""
+    """Return a line that states where an unexpected exception was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     what = printable(text_of(error)[:_MAX_CHARACTERS])
     return (
@@ -245,7 +245,7 @@ def _describe_defect(error: Exception) -> str:
 
 
 def _set_library_defaults() -> None:
-    """Turn off the progress bars and hints of transformers, and make OpenMP threads sleep while they wait.
+    """Turn off transformers' progress bars and hints, and make OpenMP threads sleep while they wait.
 
     Libraries read these environment variables when they are imported. Variables that are already set keep their values.
     """

@@ -1,1 +1,1 @@
-"""``inflight bench``: measurements on the user's machine, compared with the machine's own limits."""
+"""``inflight bench``: measurements on the user's machine, compared with that machine's limits."""

@@ -1,4 +1,4 @@
-"""Measuring the token times of a server by number of running completions, for ``inflight plan``."""
+"""Measures a server's token times at several numbers of running completions, for ``inflight plan``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ async def measure(
     num_rounds: int,
     report_progress: Callable[[str], None] = lambda _: None,
 ) -> list[EngineTimes]:
-    """Return the times for each of ``batches`` completions at a time. Nothing else should use the server.
+    """Return the times for each number of simultaneous completions in ``batches``.
 
-    Long and short completions alternate.
+    Rounds of long and short completions alternate. Nothing else should use the server during the measurement.
 
-    Raises `ConfigError` if the server runs fewer completions at a time, or if its context is too short.
+    Raises `ConfigError` if the server cannot run so many completions at a time, or if its context is too short.
     """
     capabilities = await endpoint.capabilities()
     if max(batches) > capabilities.max_concurrent_sequences:
@@ -84,6 +84,6 @@ async def measure(
 
 
 def as_plan(found: Sequence[EngineTimes]) -> str:
-    """Return the measurements as the section ``generation`` of a plan."""
+    """Return the measurements as the section ``[generation]`` of a plan."""
     points = ", ".join(f"[{it.num_running}, {it.token_s:.3g}]" for it in found)
     return f"[generation]\ntoken_s = [{points}]\nmax_concurrent = {found[-1].num_running}"

@@ -1,6 +1,6 @@
-"""How fast this machine moves raw bytes, as the limit of a transport: a copy, a broadcast, a socket, a file.
+"""How fast this machine moves raw bytes by copy, broadcast, socket and file, which limits the transports.
 
-Each function returns the seconds of every round, excluding a first round of warm-up.
+Each function returns the duration of every round in seconds, except for a first round that only warms up.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from inflight.weights.transports.process_group import ProcessGroupSender
 
 
 def copy_s(size_bytes: int, num_rounds: int) -> list[float]:
-    """Return the seconds of copying the bytes in memory, once per round."""
+    """Return how long, in seconds, each round took to copy the bytes in memory."""
     source = torch.ones(size_bytes, dtype=torch.uint8)
     target = torch.zeros(size_bytes, dtype=torch.uint8)
     return _timed(lambda: target.copy_(source), num_rounds)
 
 
 def broadcast_s(sizes: Sequence[int], num_rounds: int) -> list[float]:
-    """Return the seconds of broadcasting tensors of these sizes over gloo to one process, followed by a barrier."""
+    """Return how long, in seconds, each round took to broadcast tensors of these sizes over gloo to one process.
+
+    A round ends with a barrier.
+    """
     sender = ProcessGroupSender()
     (spec,) = sender.specs("limit", [1], TIMEOUT_S)
     job = {"what": "broadcast", "spec": spec.model_dump(), "sizes": list(sizes), "num_rounds": num_rounds + 1}
@@ -53,7 +56,7 @@ def broadcast_s(sizes: Sequence[int], num_rounds: int) -> list[float]:
 
 
 def socket_s(size_bytes: int, num_rounds: int) -> list[float]:
-    """Return the seconds of writing the bytes to a socket that another process of this host reads to the end."""
+    """Return how long, in seconds, each round took to send the bytes over a socket to another process on this host."""
     content = memoryview(bytearray(size_bytes))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(TIMEOUT_S)
@@ -73,7 +76,7 @@ def socket_s(size_bytes: int, num_rounds: int) -> list[float]:
 
 
 def file_s(size_bytes: int, num_rounds: int, directory: Path | None = None) -> list[float]:
-    """Return the seconds of writing the bytes to a file, syncing it to disk, and reading it again."""
+    """Return how long, in seconds, each round took to write the bytes to a file, sync it to disk, and read it again."""
     content = bytearray(size_bytes)
     with tempfile.TemporaryDirectory(dir=directory) as parent:
         path = Path(parent) / "limit"
@@ -99,7 +102,7 @@ def _timed(call: Callable[[], object], num_rounds: int) -> list[float]:
 
 @contextlib.contextmanager
 def _peer(job: dict[str, Any]) -> Iterator[None]:
-    """Run the other end during the block; kill it if it does not end soon afterwards."""
+    """Run the other end while the context is open; kill it if it does not end soon afterwards."""
     command = [sys.executable, "-m", "inflight.bench.peer"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
         try:

@@ -1,6 +1,6 @@
-"""The other end of a raw transfer, in its own process: ``python -m inflight.bench.peer``; JSON comes on stdin.
+"""The other end of a raw transfer, in its own process: ``python -m inflight.bench.peer``, with a job as JSON on stdin.
 
-It repeatedly receives the same raw bytes, which measures the limit that a transport is compared with.
+It repeatedly receives the same raw bytes, to measure the limit with which a transport is compared.
 """
 
 from __future__ import annotations

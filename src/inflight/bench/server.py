@@ -1,4 +1,4 @@
-"""A server of the embedded engine in its own process, and a model of a given size for it."""
+"""Runs the embedded engine's server in its own process, and makes a model of a given size for it."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class BenchServer:
 
 
 def make_model(path: Path, size_bytes: int, dtype: str) -> Any:
-    """Write a random Llama model of about ``size_bytes`` to ``path`` and return it; a small one has narrower layers.
+    """Write a random Llama model of about ``size_bytes`` to ``path`` and return it; small models have narrower layers.
 
-    Raises `ConfigError` for less than 4 MB.
+    Raises `ConfigError` for sizes below 4 MB.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -68,9 +68,9 @@ def make_model(path: Path, size_bytes: int, dtype: str) -> Any:
 
 @contextlib.contextmanager
 def serving(model: Path, directory: Path, dtype: str, num_threads: int, *arguments: str) -> Iterator[BenchServer]:
-    """Run ``inflight serve`` with further arguments during the block, and yield the server.
+    """Run ``inflight serve`` with further arguments while the context is open, and yield the server.
 
-    Raises `ConfigError` with the end of its log if it does not start.
+    Raises a `ConfigError` that quotes the end of the server's log if the server does not start.
     """
     token, ready, log = secrets.token_urlsafe(16), directory / "ready.json", directory / "server.log"
     command = [sys.executable, "-m", "inflight", "serve", str(model), "--port", "0", "--dtype", dtype]

@@ -1,4 +1,4 @@
-"""Sampling tasks with a model, to find one that the model can learn: some answers are right and some wrong."""
+"""Samples tasks with a model, to find one that the model can learn, with some correct and some wrong answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAD = ("task", "reward", "signal", "prompt", "answer", "cut", "s/step")
 
 @dataclass(frozen=True, slots=True)
 class TaskSampling:
-    """How every task is sampled: the settings of a run that decide what can be learned."""
+    """How every task is sampled: those settings of a run that determine what can be learned."""
 
     num_items: int
     group_size: int
@@ -44,19 +44,19 @@ class SampledTask:
     reward: float = 0.0
     """Mean reward over all completions."""
     signal_share: float = 0.0
-    """Share of the groups whose rewards differ. The others are not trained on."""
+    """Share of the groups in which the rewards differ. A run does not train on the others."""
     num_prompt_tokens: float = 0.0
     num_answer_tokens: float = 0.0
     """Median lengths, in tokens."""
     cut_share: float = 0.0
-    """Share of the completions that reached the limit of tokens."""
+    """Share of the completions that reached the token limit."""
     step_s: float | None = None
-    """Seconds to sample the groups of a step at this rate, plus those without a signal. None: none has a signal."""
+    """Seconds to sample the groups of a step, including those without a signal; None if no group has a signal."""
     example: tuple[str, str] | None = None
     """A prompt and the best completion."""
 
     def row(self) -> tuple[str, ...]:
-        """Return the cells of a table under `HEAD`."""
+        """Return the cells of a table row under `HEAD`."""
         if self.problem is not None:
             return (self.name, self.problem, "", "", "", "", "")
         return (
@@ -73,13 +73,13 @@ class SampledTask:
 async def sample_tasks(
     endpoint: InferenceEndpoint, tokenizer: Any, names: Sequence[str], params: dict[str, Any], how: TaskSampling
 ) -> AsyncIterator[SampledTask]:
-    """Yield the figures of one task after another. A task that fails yields its problem."""
+    """Yield the figures of one task after another or, if a task fails, its problem."""
     max_model_len = (await endpoint.capabilities()).max_model_len
     for name in names:
         try:
             task = load_task(name, params, how.seed, how.answer_format)
             if isinstance(task, Environment):
-                raise TaskError("this is an environment, which only a run can play")
+                raise TaskError("this task is an environment; only inflight train can run it")
             sampling = SamplingParams(
                 n=how.group_size, max_tokens=how.max_tokens, temperature=how.temperature, seed=how.seed
             )

@@ -1,8 +1,8 @@
-"""``inflight bench weights``: publishes of one model to a server over each transport, and its limit.
+"""``inflight bench weights``: measures publishing one model to a server over each transport, and the transport's limit.
 
-The server of the embedded engine runs in its own process. Each transport publishes the same weights several times,
-first while the server is idle, then while it samples. Between two publishes, a share of the elements changes, as in an
-optimizer step.
+The embedded engine's server runs in its own process. Each transport publishes the model several times, first while the
+server is idle and then while it samples. Between two publishes, a share of the elements changes, as in an optimizer
+step.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ class TransportResult:
     busy: dict[str, Spread]
     """The same while the server samples, plus ``first_token``."""
     limit: str
-    """The time of the raw operation on the same bytes."""
+    """The name of the raw operation on the same bytes; its time is ``limit_s``."""
     limit_s: Spread
     copy_s: Spread
     """The time of one copy of the same bytes in memory."""
 
     @property
     def gb_per_s(self) -> float:
-        """Weights published per second, from the call to the commit, in 10^9 bytes."""
+        """Weights published per second, from the call to the commit, in units of 10^9 bytes."""
         return self.size_bytes / self.spans["total"].median / 1e9
 
     @property
     def share_of_limit(self) -> float:
-        """Time of the raw operation divided by the time of the publish."""
+        """The time of the raw operation divided by the time of the publish."""
         return self.limit_s.median / self.spans["total"].median
 
     def as_json(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def measure(
     directory: Path | None = None,
     report_progress: Callable[[str], None] = lambda text: None,
 ) -> list[TransportResult]:
-    """Measure each transport with a model of about ``size_bytes``; ``report_progress`` receives lines of progress.
+    """Measure each transport with a model of about ``size_bytes``; ``report_progress`` receives progress lines.
 
     Both processes use ``num_threads`` threads; torch in this process keeps that setting. ``directory`` holds the model
     and the files of the transport ``file``. Raises `ConfigError` for an unknown transport, and the errors of a publish.
@@ -174,7 +174,7 @@ def _spreads(reports: Sequence[PublishReport]) -> dict[str, Spread]:
 
 
 def table(results: Sequence[TransportResult]) -> str:
-    """Return a table with one line per result; times are in milliseconds."""
+    """Return a table with one line for each result and times in milliseconds."""
     rows = [
         {
             "transport": result.transport,
@@ -222,7 +222,7 @@ def _publisher(transport: str, server: BenchServer, store: Path) -> WeightPublis
 
 @torch.no_grad()
 def _change(model: Any, share: float, seed: int) -> None:
-    """Change about ``share`` of the elements of every parameter, like an optimizer step in a narrow dtype."""
+    """Change about ``share`` of the elements of every parameter, as an optimizer step in a narrow dtype does."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         flat = parameter.view(-1)
@@ -233,7 +233,7 @@ def _change(model: Any, share: float, seed: int) -> None:
 
 @contextmanager
 def sampling(server: BenchServer, num_requests: int) -> Iterator[None]:
-    """Keep requests running on the server during the block."""
+    """Keep requests running on the server while the context is open."""
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(_requests(server, num_requests)):
         yield
 

@@ -1,4 +1,4 @@
-"""The command ``inflight check``, which loads the checks and torch only when it runs."""
+"""The command ``inflight check``, which imports the checks and torch only when it runs."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from inflight.errors import ConfigError
 
 _START_S = 120.0
 _MEASURE_S = 600.0
-"""Time limit of one pair in one dtype."""
+"""Time limit, in seconds, for one pair in one dtype."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure each pair and print the result; returns 1 if a pair differs."""
+    """Measure each pair and print the result; return 1 if a pair differs."""
     targets = _targets(arguments)
     require_at_least(arguments, updates=0, prompts=1, tokens=4)
     check_writable({"json": arguments.json})
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _targets(arguments: argparse.Namespace) -> Sequence[tuple[str | None, EndpointTarget]]:
-    """Return the dtypes to compare in, each with its endpoint; None is the dtype of the server."""
+    """Return the dtypes to compare in, each with its endpoint; None stands for the server's dtype."""
     options = keyword_arguments(arguments.option, "--option")
     target = endpoint_of(arguments, options)
     if target.url is not None and target.model is None:

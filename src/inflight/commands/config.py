@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 _EXAMPLES = {"run.directory": '"runs/first"', "model.path": '"models/tiny"', "task.name": '"spell_backward"'}
-"""Values of the fields that every run needs."""
+"""Example values for the fields that every run must set."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ PROTOCOLS = {
     "vllm": (dialect_engine, "serve vLLM's own routes, with pauses and updates from directories"),
     "sglang": (dialect_engine, "serve SGLang's own routes, with pauses and updates from disk"),
 }
-"""The module of each protocol, which has ``add_arguments`` and ``run`` like a command, and its help line."""
+"""For each protocol, its module, which has ``add_arguments`` and ``run`` like a command, and its help line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the protocol until a signal, or until it ends."""
+    """Serve the protocol until a signal is received or the protocol ends."""
     module, _ = PROTOCOLS[arguments.protocol]
     return int(module.run(arguments))

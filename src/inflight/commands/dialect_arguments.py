@@ -1,4 +1,4 @@
-"""Arguments that protocols of ``inflight dialect`` share."""
+"""Arguments that the protocols of ``inflight dialect`` share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inflight.http.tokens import TOKEN_VARIABLE
 
 
 def add_server_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
-    """Add the inference servers, and the file with their token."""
+    """Add the arguments for the inference servers and for the file with their token."""
     parser.add_argument(
         "urls", nargs="+", metavar="URL", help=f"inference servers to {verb}, such as http://127.0.0.1:8000"
     )
@@ -21,7 +21,7 @@ def add_server_arguments(parser: argparse.ArgumentParser, verb: str) -> None:
 
 
 def add_update_arguments(group: argparse._ActionsContainer, run_id: str) -> None:
-    """Add how the servers are updated. ``run_id`` is the default name of the run."""
+    """Add the arguments for how the servers are updated. ``run_id`` is the default name of the run."""
     group.add_argument("--run-id", default=run_id, help="name of the run (default: %(default)s)")
     group.add_argument(
         "--in-flight",

@@ -30,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--open",
         action="store_true",
-        help="let any process of this host pause and update the servers without a token, for clients that cannot send "
+        help="let any process on this host pause and update the servers without a token, for clients that cannot send "
         "one, such as TRL's; only on a loopback address",
     )
     group = parser.add_argument_group(
-        "weight updates", "Routes of updates and pauses are served only with --directory."
+        "weight updates", "Routes for updates and pauses are served only with --directory."
     )
     group.add_argument(
         "--directory", type=Path, help="where trainers write checkpoints and adapters; no other directory is read"
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the protocol until a signal."""
+    """Serve the protocol until a signal is received."""
     from inflight.http.listening import bind
 
     require_positive(arguments, "pause_lease", "timeout")
@@ -124,7 +124,9 @@ async def _serve(arguments: argparse.Namespace, token: str | None, listener: soc
 
 
 def _texts_of(model_dir: Path | None) -> dict[str, Any]:
-    """Return functions that convert token ids to text and text to token ids; empty without a tokenizer."""
+    """Return functions that convert token ids to text and text to token ids; the dictionary is empty without a
+    tokenizer.
+    """
     from inflight.model.checkpoints import load_tokenizer
 
     tokenizer = None if model_dir is None else load_tokenizer(model_dir)

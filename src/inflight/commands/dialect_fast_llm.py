@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Update the servers until training has finished, or until a signal."""
+    """Update the servers until training has finished or a signal is received."""
     require_positive(arguments, "timeout", "step_timeout")
     require_at_least(arguments, rank=1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the protocol until a signal."""
+    """Serve the protocol until a signal is received."""
     from inflight.http.listening import bind
 
     has_updates = arguments.weight_update_group_init_method is not None
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _updates(arguments: argparse.Namespace, token: str | None, stack: contextlib.ExitStack) -> Any:
-    """Return the `ArrivingUpdates` of a group that is not joined yet."""
+    """Return the `ArrivingUpdates` of a group that this process has not joined yet."""
     from inflight.dialects.broadcast_group import BroadcastGroup
     from inflight.dialects.pipelinerl.group import place_of
     from inflight.dialects.pipelinerl.receiving import ArrivingUpdates
@@ -74,7 +74,7 @@ def _updates(arguments: argparse.Namespace, token: str | None, stack: contextlib
 
 
 async def _serve(arguments: argparse.Namespace, token: str | None, listener: socket.socket, updates: Any) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `TransferError` if the group is not formed."""
+    """Serve until SIGINT or SIGTERM. Raises `TransferError` if the group cannot be formed."""
     import uvicorn
 
     from inflight.base.threads import run_abandonable

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read the records of a run, or examine a live pair; return 2 if that is impossible."""
+    """Read the records of a run, or examine a live pair; return 2 if neither is possible."""
     try:
         return _run(arguments)
     except InflightError as error:

@@ -1,4 +1,4 @@
-"""The part of ``inflight doctor`` that examines a live pair of endpoint and trainer."""
+"""The part of ``inflight doctor`` that examines a live pair of an endpoint and a trainer."""
 
 from __future__ import annotations
 

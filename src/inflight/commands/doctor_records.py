@@ -24,7 +24,7 @@ _COLUMNS = ("", "tokens", "mean |d|", "trimmed", "mean d", "k3", "k3 reverse", "
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the differences and the first suspects; return 1 for drift or a warning, 2 for too little data."""
+    """Print the differences and the first suspects; return 1 for drift or a warning, and 2 for too little data."""
     from inflight.doctor.records import read_differences
     from inflight.doctor.shapes import diagnose
 

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List the presets, or describe one."""
+    """List the presets or describe one."""
     from inflight.losses import PRESETS, preset
 
     if arguments.name is not None:

@@ -14,7 +14,7 @@ from inflight.commands.shared import add_json_argument, print_progress
 from inflight.errors import ConfigError
 
 _LINE_EVERY_S = 10.0
-"""How often, in seconds, progress is reported if the output is not a terminal."""
+"""Interval, in seconds, between progress reports if the output is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         measured = calibrate(arguments.runs) if arguments.runs else None
         if measured is not None and measured.is_of_one_load and plan.generation is None:
             print_progress(
-                "the runs of --from measured endpoints at about the same load, so token times at other loads are "
+                "the runs in --from measured endpoints at about the same load, so token times at other loads are "
                 "extrapolated: add another run with --from, such as one with the other mode and another scheduler"
             )
         costs = costs_of(plan, measured)
@@ -113,7 +113,7 @@ def _require_any(wanted: list[Any]) -> list[Any]:
 
 
 def _progress_of(num: int) -> Callable[[int], None]:
-    """Return a callback that shows progress: in place on a terminal, or else as occasional lines."""
+    """Return a callback that shows progress, in place on a terminal and otherwise as occasional lines."""
     reported_at = time.monotonic()
 
     def report_progress(done: int) -> None:
@@ -129,7 +129,7 @@ def _progress_of(num: int) -> Callable[[int], None]:
 
 
 def _print_parts(costs: Any, best: Sequence[Any], found: Sequence[Any], num_steps: int) -> None:
-    """Print the factors of the speed-up of the fastest pipeline over the fastest conventional run with G = 1."""
+    """Print the factors of the fastest pipeline's speed-up over the fastest conventional run with G = 1."""
     from inflight.planning.parts import parts_of
 
     pipelines = [it for it in best if not it.candidate.conventional_steps]

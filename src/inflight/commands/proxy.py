@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve episodes until a signal."""
+    """Serve episodes until a signal is received."""
     from inflight.environments.proxy.episode_service import EpisodeService
     from inflight.environments.transcripts import ChatTemplate
     from inflight.http.kinds import connect_endpoint

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _directory(given: Path | None) -> Iterator[Path]:
-    """Yield the given directory, or a new one in this host's memory, which is removed at the end."""
+    """Yield the given directory, or a new one in this host's memory that is removed at the end."""
     from inflight.weights.transports.private_directory import PrivateDirectory, memory_directory
 
     if given is not None:
@@ -81,7 +81,7 @@ def _directory(given: Path | None) -> Iterator[Path]:
     try:
         home = PrivateDirectory(memory_directory())
     except OSError as error:
-        raise transfer_error(error, f"making a directory in {memory_directory()}") from error
+        raise transfer_error(error, f"creating a directory in {memory_directory()}") from error
     try:
         yield home.path
     finally:

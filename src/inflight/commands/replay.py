@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Repeat the training or the sampling and print the report; returns 1 if something differs."""
+    """Repeat the training or the sampling and print the report; return 1 if something differs."""
     from inflight.observe.trace.records import MANIFEST, RECORD, read_manifest, record_of
     from inflight.replay.report import as_json, described, first_beyond_rounding
     from inflight.replay.training import replay_incarnations, replay_training
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sample_again(arguments: argparse.Namespace, record: Path, incarnations: Sequence[ReplayedIncarnation]) -> int:
-    """Print where the samples of an endpoint differ from the record; return 1 if any differ."""
+    """Print where an endpoint's samples differ from the record; return 1 if any differ."""
     from inflight.http.kinds import connect_endpoint
     from inflight.model.checkpoints import load_tokenizer
     from inflight.replay.report import described_sampling

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal; returns the exit status."""
+    """Serve until a signal is received, and return the exit status."""
     from inflight.engines.serving import run_server
 
     spec = server_spec_of(arguments)

@@ -20,12 +20,12 @@ from inflight.errors import ConfigError
 
 
 def print_line(line: str) -> None:
-    """Print a line about what the command does, on standard output."""
+    """Print a line about what the command is doing on standard output."""
     print(f"inflight: {printable(line)}", flush=True)
 
 
 def print_progress(line: str) -> None:
-    """Print a line of progress on standard error; standard output is for the result."""
+    """Print a progress line on standard error, because standard output is for the result."""
     print(f"inflight: {printable(line)}", file=sys.stderr, flush=True)
 
 
@@ -58,7 +58,7 @@ def add_listen_arguments(parser: argparse.ArgumentParser, port: int) -> None:
 
 
 def tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
-    """Return the TLS context of the server that the arguments start, None without one. Raises `ConfigError`."""
+    """Return the server's TLS context, or None if the arguments name no certificate. Raises `ConfigError`."""
     from inflight.http.tls import server_tls
 
     return server_tls(arguments.tls_certificate, arguments.tls_key, arguments.tls_client_ca)
@@ -73,7 +73,7 @@ def require_at_least(arguments: argparse.Namespace, **least: int) -> None:
 
 
 def require_positive(arguments: argparse.Namespace, *names: str) -> None:
-    """Raise `ConfigError` unless each of these options is a finite number above 0; None means that it was omitted."""
+    """Raise `ConfigError` unless each of these options is a finite number above 0; None means omitted."""
     for name in names:
         value = getattr(arguments, name)
         if value is not None and not (math.isfinite(value) and value > 0):
@@ -82,7 +82,7 @@ def require_positive(arguments: argparse.Namespace, *names: str) -> None:
 
 @contextlib.contextmanager
 def packages_of_extra(extra: str) -> Iterator[None]:
-    """Turn the failure to import a package of another project into `ConfigError`, which names the extra."""
+    """Convert a failed import of another project's package into a `ConfigError` that names the extra."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -92,7 +92,7 @@ def packages_of_extra(extra: str) -> Iterator[None]:
 
 
 def event_of_signals(*, or_end_of_input: bool = False) -> asyncio.Event:
-    """Return an event that SIGINT, SIGTERM and, if asked, the end of standard input set, in the running loop."""
+    """Return an event that is set by SIGINT, by SIGTERM and, if requested, by the end of standard input."""
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
@@ -108,5 +108,5 @@ def _wait_for_end(loop: asyncio.AbstractEventLoop, stopping: asyncio.Event) -> N
 
 
 def collect_garbage_rarely() -> None:
-    """Collect garbage less often, because stored events are many small objects without cycles."""
+    """Make garbage collection less frequent, because stored events are many small objects without cycles."""
     gc.set_threshold(200_000, 20, 20)

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sample each task and print the figures, most signal first; return 1 if no task was sampled."""
+    """Sample each task and print the figures, with the most signal first; return 1 if no task was sampled."""
     from inflight.base.toml import check_settings
     from inflight.rollouts.tasks import AnswerFormat
 

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(overrides=())
     parser.add_argument("model", type=Path, metavar="DIR", help="the base model, a Hugging Face checkpoint directory")
     parser.add_argument(
-        "--name", help="name under which clients ask for the base model (default: the absolute path of DIR)"
+        "--name", help="name by which clients request the base model (default: the absolute path of DIR)"
     )
     parser.add_argument("--engine", default="embedded", help="inference engine (default: %(default)s)")
     parser.add_argument(
@@ -68,16 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file",
         type=Path,
-        help=f"file with the token; clients use the key tml-TOKEN (default: ${TOKEN_VARIABLE}, else a new token)",
+        help=f"file with the token; clients use the key tml-TOKEN (default: ${TOKEN_VARIABLE}, or a new token)",
     )
     parser.add_argument(
-        "--ready-file", type=Path, help="write URL and process id to this file, as JSON, once the server is ready"
+        "--ready-file",
+        type=Path,
+        help="write the URL and the process id to this file, as JSON, once the server is ready",
     )
     parser.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input is closed")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal."""
+    """Serve until a signal is received."""
     with packages_of_extra("tinker"):
         import inflight.dialects.tinker.app
         import inflight.run.hosting.backend  # noqa: F401 - before anything is started
@@ -93,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def config_of(arguments: argparse.Namespace) -> RunConfig:
-    """Return the settings of servers and ranks, with the overrides, and defaults that depend on the model's size."""
+    """Return the settings of servers and ranks: the overrides, and defaults that depend on the model's size."""
     from inflight.base.toml import check_settings, with_overrides
     from inflight.base.worker_kinds import load_worker_kind
     from inflight.model.shapes import model_shape
@@ -118,7 +120,10 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
 
 
 def open_directory(path: Path, stack: contextlib.ExitStack) -> RunDirectory:
-    """Return the directory, locked until the stack is closed. Raises `ConfigError` if another server uses it."""
+    """Return the directory, which stays locked until the stack is closed.
+
+    Raises `ConfigError` if another server uses it.
+    """
     import fcntl
 
     from inflight.run.record.run_directory import RunDirectory

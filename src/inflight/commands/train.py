@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train to the end, or print the dry run."""
+    """Run the training to its end, or print the dry run."""
     from inflight.run.config import load_config
 
     overrides = list(arguments.overrides)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _dry_run(config: RunConfig, arguments: argparse.Namespace, *, resume: bool) -> int:
-    """Print the dry run. Raises what the run would raise before it starts a process."""
+    """Print the dry run. Raises the errors that the run would raise before it starts a process."""
     from inflight.run.dry_run import dry_run, hosts_of_dry_run, render_text
     from inflight.run.machines.devices import described_devices, devices_here
     from inflight.run.preflight import Machine, preflight

@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help=f"file with the access token of the page (default: ${TOKEN_VARIABLE}, or a new one)",
     )
-    parser.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input ends")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input is closed")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve the page until a signal."""
+    """Serve the page until a signal is received."""
     from inflight.http.listening import bind
     from inflight.observe.watch.serving import create_app, follow_runs
 

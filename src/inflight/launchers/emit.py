@@ -1,4 +1,4 @@
-"""Emitting the manifest of a job: a Slurm batch script, or a Kubernetes JobSet. No process is started or contacted."""
+"""Writes the manifest of a job: a Slurm batch script or a Kubernetes JobSet. No process is started or contacted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from inflight.launchers.plan import MEET_PORT, Gang, JobPlan
 
 
 def sbatch(plan: JobPlan, directives: Sequence[str] = ()) -> str:
-    """Return a heterogeneous batch job, with one component for the controller and one for each gang.
+    """Return the script of a heterogeneous batch job, with one component for the controller and one for each gang.
 
-    ``directives`` are further options for every component, such as ``--partition=gpu``. Raises `ConfigError` if one is
-    not a line.
+    ``directives`` are further options for every component, such as ``--partition=gpu``. Raises `ConfigError` if one of
+    them is not a single line.
     """
     if unusable := [option for option in directives if not option.isprintable()]:
         raise ConfigError(
@@ -49,7 +49,7 @@ def _options(gang: Gang) -> Iterator[str]:
 
 
 def _task(gang: Gang) -> str:
-    """Return the shell script of one task."""
+    """Return the shell command of one gang's tasks."""
     words = ["export INFLIGHT_ADDRESS=\"$(hostname -I | cut -d ' ' -f 1)\";"]
     if gang.are_ranks:
         words.append(f"export RANK=$SLURM_PROCID WORLD_SIZE={gang.num} OMP_NUM_THREADS={gang.num_cpus};")
@@ -62,8 +62,8 @@ def _task(gang: Gang) -> str:
 def jobset(plan: JobPlan, image: str, volume: tuple[str, str] | None) -> str:
     """Return a JobSet as JSON for ``kubectl apply -f``.
 
-    The token comes from the secret ``NAME-token``, key ``token``. ``volume`` is a claim and its mount path: every
-    process reads the model and the configuration there, and ranks write checkpoints. When a rank or the controller
+    The token comes from the key ``token`` of the secret ``NAME-token``. ``volume`` is a claim and its mount path, where
+    every process reads the model and the configuration, and ranks write checkpoints. When a rank or the controller
     fails, all processes restart and the controller resumes the run.
     """
     name = _dns(plan.name)

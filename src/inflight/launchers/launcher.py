@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 ADDRESS_VARIABLE = "INFLIGHT_ADDRESS"
-"""Environment variable with the address of a process's host, as the other processes of the run reach it."""
+"""Environment variable with the address of a process's host at which the run's other processes can reach it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One process to start, which must end when its standard input does."""
+    """One process to start. It must end when its standard input is closed."""
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
-    """Environment variables in addition to those of its host."""
+    """Environment variables in addition to those of the process's host."""
     log: Path
-    """File for its output. This and ``ready_file`` are paths on the host where it runs."""
+    """File for the process's output. This and ``ready_file`` are paths on the host where the process runs."""
     ready_file: Path | None = None
     """A file that the process writes once it is ready."""
     num_cpus: float = 1.0
     num_gpus: int = 0
     """Number of GPUs that the launcher chooses; 0 if the environment already names them."""
     place: str | None = None
-    """Where the process must run, in the terms of the launcher; None means anywhere."""
+    """Where the process must run, in a form that depends on the launcher; None means anywhere."""
     appends: bool = False
     """Whether the log keeps the output of an earlier incarnation."""
     inherits: tuple[int, ...] = field(default=(), kw_only=True)
@@ -43,9 +43,9 @@ class ProcessEnd:
     status: int | None
     """Exit status, or the negative number of the signal that killed the process; None if the launcher lost contact."""
     lines: tuple[str, ...] = ()
-    """The last lines of its log, if they could be read."""
+    """The last lines of the process's log, if they could be read."""
     cause: str = ""
-    """Why the launcher lost contact with it."""
+    """Why the launcher lost contact with the process."""
 
     def __str__(self) -> str:
         if self.status is None:
@@ -60,20 +60,20 @@ class Launched(Protocol):
     @property
     @abstractmethod
     def address(self) -> str:
-        """Address of the host where it runs, as this process reaches it."""
+        """Address at which this process reaches the host where it runs."""
 
     @property
     @abstractmethod
     def ended(self) -> ProcessEnd | None:
-        """How the process ended; None while it runs as far as the launcher knows."""
+        """How the process ended, or None while it is running as far as the launcher knows."""
 
     @abstractmethod
     async def wait(self) -> ProcessEnd:
-        """Wait until the process has ended, or its host is lost."""
+        """Wait until the process has ended or its host is lost."""
 
     @abstractmethod
     async def ready(self) -> str | None:
-        """Return the contents of its ready file; None if it has not written it yet."""
+        """Return the contents of the process's ready file, or None if it has not been written yet."""
 
     @abstractmethod
     def send_signal(self, number: signal.Signals) -> None:
@@ -86,23 +86,25 @@ class Launched(Protocol):
 
 @runtime_checkable
 class Launcher(Protocol):
-    """Starts the processes of one run. It is constructed by ``factory(**launcher_options)``."""
+    """Starts the processes of one run. A run constructs it with ``factory(**launcher_options)``."""
 
     @property
     @abstractmethod
     def address(self) -> str:
-        """Address of this process's host, as the started processes reach it."""
+        """Address at which the started processes reach this process's host."""
 
     @property
     def port(self) -> int:
-        """Port at which ranks connect to the run. 0: any free port. Ranks that `start` does not start need a fixed
-        port."""
+        """Port at which ranks connect to the run; 0 means any free port.
+
+        Ranks that `start` does not start need a fixed port.
+        """
         return 0
 
     @property
     @abstractmethod
     def num_gpus(self) -> int | None:
-        """Number of GPUs of all hosts; None if the run itself chooses among the GPUs of this machine."""
+        """Number of GPUs on all hosts; None if the run itself chooses among the GPUs of this machine."""
 
     @property
     @abstractmethod
@@ -113,7 +115,7 @@ class Launcher(Protocol):
     async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
         """Start all programs or none, and return them in order. Their environment has `ADDRESS_VARIABLE`.
 
-        Raises a `ConfigError` that states the requirements if a program cannot be placed within ``timeout_s``.
+        If a program cannot be placed within ``timeout_s``, raises a `ConfigError` that states its requirements.
         """
 
     @abstractmethod

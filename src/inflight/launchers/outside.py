@@ -1,4 +1,4 @@
-"""Processes that Slurm, Kubernetes or another system starts; the run only waits for them."""
+"""For processes that Slurm, Kubernetes or another system starts; the run only waits for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.launchers.launcher import Launched, Launcher, ProcessEnd, Program
 
 
 class OutsideLauncher(Launcher):
-    """Starts nothing: ranks connect to ``address:port`` by themselves, and servers to ``servers.attach.join``."""
+    """Starts nothing: ranks connect to ``address:port``, and servers to ``servers.attach.join``, on their own."""
 
     def __init__(self, port: int, address: str = "0.0.0.0") -> None:
         self._port = port

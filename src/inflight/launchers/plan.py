@@ -1,4 +1,4 @@
-"""The processes of a run, as a job scheduler needs them."""
+"""The processes of a run, in the form in which job schedulers need them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 JOIN_PORT = 8100
-"""Port at which servers join the controller of an emitted run."""
+"""Port at which servers join the controller of a run whose manifest was emitted."""
 MEET_PORT = 8101
 """Port at which ranks connect to the controller."""
 
@@ -22,12 +22,12 @@ class Gang:
     num_gpus: int
     """Number of GPUs of each process."""
     are_ranks: bool = False
-    """Whether they are the ranks of one trainer, numbered from 0."""
+    """Whether the processes are the ranks of one trainer, numbered from 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """One run: a controller, and the gangs that connect to it."""
+    """One run: a controller and the gangs that connect to it."""
 
     name: str
     controller: Gang

@@ -1,7 +1,8 @@
 """Runs processes on the hosts of a Ray cluster. This is the only module that depends on Ray.
 
-Each process has a bundle of a placement group with an actor in it. The actor only starts the process, with the
-interpreter in its command, and watches it. Only commands, exit statuses and the last lines of logs pass through Ray.
+Each process has a bundle of a placement group, in which an actor runs. The actor only watches the process and starts
+it, with the interpreter that the process's command names. Only commands, exit statuses and the last lines of logs pass
+through Ray.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ _FORWARDED = (
 _ANSWER_S = 60.0
 """How long, in seconds, an actor may take to answer a call that does not block."""
 _OWN_CPUS = 0.01
-"""CPUs of a process on a local cluster that was started for this run. Processes may then outnumber the cores, as they
-may without Ray."""
+"""CPUs that a process reserves on a local cluster that was started for this run. Processes may therefore outnumber the
+cores, as they may without Ray.
+"""
 _LOOK_S = 0.5
 """How long a thread waits for free resources before it checks whether the wait was cancelled."""
 _MAX_CAUSE = 300
@@ -36,9 +38,9 @@ _MAX_CAUSE = 300
 class RayLauncher(Launcher):
     """Starts processes on a Ray cluster.
 
-    ``address`` is the address of the cluster. None: RAY_ADDRESS, a cluster that runs on this machine, or else a new
-    cluster on this machine that ends with this process. A ``place`` is the address of a host or a custom resource of
-    hosts. Raises `ConfigError` if the cluster does not answer.
+    ``address`` is the address of the cluster. If it is None, the cluster is the one in RAY_ADDRESS, one that is running
+    on this machine, or a new one on this machine that ends with this process. A ``place`` is the address of a host, or
+    a custom resource of one or more hosts. Raises `ConfigError` if the cluster does not answer.
     """
 
     def __init__(self, address: str | None = None) -> None:
@@ -111,7 +113,7 @@ class RayLauncher(Launcher):
         return bundle
 
     def _resource_of(self, program: Program) -> str:
-        """Return the resource that only the hosts of the program's place have."""
+        """Return the resource that only hosts with the program's place have."""
         place = str(program.place)
         if place in self._places:  # its host may be temporarily absent
             return self._places[place]
@@ -147,7 +149,7 @@ class RayLauncher(Launcher):
 
 
 class _PlacementGroup:
-    """The placement group of several processes, which is removed once none of them is left."""
+    """The placement group of several processes; it is removed once none of them is left."""
 
     def __init__(self, ray: Any, group: Any, num_left: int) -> None:
         self.ray = ray
@@ -155,7 +157,7 @@ class _PlacementGroup:
         self._num_left = num_left
 
     def address_of(self, index: int) -> str:
-        """Return the address of the host of a bundle."""
+        """Return the address of a bundle's host."""
         node_id = self.ray.util.placement_group_table(self.group)["bundles_to_node_id"][index]
         return next(str(node["NodeManagerAddress"]) for node in self.ray.nodes() if node["NodeID"] == node_id)
 
@@ -243,7 +245,7 @@ class _Actor(Launched):
         await self.forget()
 
     async def forget(self) -> None:
-        """End the actor, which closes the standard input of a process that still runs."""
+        """End the actor, which closes the standard input of a process that is still running."""
         if not self._is_there:
             return
         self._is_there = False

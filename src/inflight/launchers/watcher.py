@@ -1,6 +1,6 @@
-"""Starting, watching and stopping one child process.
+"""Starts, watches and stops one child process.
 
-A launcher for other hosts runs this class there in any available Python, so this file uses only the standard library.
+A launcher for other hosts runs `Watcher` there, in any available Python, so this file uses only the standard library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO
 
 NUM_LINES = 24
-"""Number of lines of a log that are quoted."""
+"""Number of log lines that are quoted."""
 _MAX_TAIL_BYTES = 1 << 16
 
 
@@ -59,7 +59,7 @@ class Watcher:
 
     @property
     def status(self) -> int | None:
-        """Exit status, negative for a signal; None while the process runs."""
+        """Exit status, negative for a signal; None while the process is running."""
         return None if self._process is None else self._process.returncode
 
     async def wait(self) -> tuple[int, tuple[str, ...]]:
@@ -80,7 +80,7 @@ class Watcher:
         return tuple(text.strip().splitlines()[-NUM_LINES:])
 
     async def ready(self) -> str | None:
-        """Return the contents of the ready file; None if it does not exist yet."""
+        """Return the contents of the ready file, or None if it does not exist yet."""
         return self._contents()
 
     def _opened(self, appends: bool) -> IO[bytes]:
