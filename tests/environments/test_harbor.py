@@ -158,7 +158,7 @@ def test_every_reason_against_a_task_is_listed_at_once(tmp_path: Path) -> None:
         "environment/docker-compose.yaml",
         "'RUN apt-get install -y jq' is not supported",
         "/usr/src belongs to the sandbox",
-        "COPY to /etc/a.txt, which is outside of /usr/src",
+        "COPY to /etc/a.txt, which is outside /usr/src",
         "COPY of a.txt, which does not exist below environment/",
         "instruction.md is missing",
         "tests/test.sh is missing",

@@ -19,7 +19,7 @@ _SHORTER = 4
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """Median times in seconds for one number of running completions."""
+    """Median times, in seconds, for one number of running completions."""
 
     num_running: int
     token_s: float

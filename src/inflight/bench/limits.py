@@ -1,4 +1,4 @@
-"""How fast this machine moves raw bytes by copy, broadcast, socket and file, which limits the transports.
+"""Measures how fast this machine moves raw bytes by copy, broadcast, socket and file, which limits the transports.
 
 Each function returns the duration of every round in seconds, except for a first round that only warms up.
 """

@@ -47,7 +47,7 @@ class SampledTask:
     """Share of the groups in which the rewards differ. A run does not train on the others."""
     num_prompt_tokens: float = 0.0
     num_answer_tokens: float = 0.0
-    """Median lengths, in tokens."""
+    """Median lengths of the prompts and of the answers, in tokens."""
     cut_share: float = 0.0
     """Share of the completions that reached the token limit."""
     step_s: float | None = None

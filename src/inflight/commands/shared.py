@@ -20,7 +20,7 @@ from inflight.errors import ConfigError
 
 
 def print_line(line: str) -> None:
-    """Print a line about what the command is doing on standard output."""
+    """Print, on standard output, a line about what the command is doing."""
     print(f"inflight: {printable(line)}", flush=True)
 
 

@@ -93,7 +93,7 @@ class BroadcastGroup:
         return self._group is not None and not self._abandoned.done()
 
     def join(self) -> None:
-        """Join the group, and host the store if this process is to.
+        """Join the group, first starting the store if this process hosts it.
 
         Returns once all ranks have joined. Raises `TransferError`.
         """
@@ -110,7 +110,7 @@ class BroadcastGroup:
         group = self._group
         if group is None or self._abandoned.done():
             raise TransferError(
-                f"{self._place.project}'s group is not formed, or was abandoned; restart trainer and servers"
+                f"{self._place.project}'s group is not formed, or was abandoned; restart the trainer and the servers"
             )
         try:
             flat = tensor.reshape(-1).view(torch.uint8)  # tensors are sent as bytes
@@ -164,7 +164,7 @@ def _hosted(place: GroupRank) -> Any:
 
 
 def _found(place: GroupRank) -> Any:
-    """Return the store at the address, which counts the ranks that have joined."""
+    """Return the store at the group's address. The store counts the ranks that have joined."""
     timeout = timeout_of(place.timeout_s)
     return dist.TCPStore(
         place.address, place.port, world_size=place.world_size, is_master=False, timeout=timeout, use_libuv=False

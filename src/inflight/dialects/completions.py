@@ -10,7 +10,7 @@ from inflight.wire import Completion, GenerateRequest, VersionSpan
 
 ROUTE = "/v1/completions"
 TOKEN_PREFIX = "token_id:"
-"""The prefix of a token's text when the server returns token ids instead of texts."""
+"""The prefix of a token's text if the server returns token ids in place of text."""
 
 
 def body_of(request: GenerateRequest, *, model: str, room: int) -> dict[str, Any]:
@@ -49,7 +49,9 @@ def ids_of_tokens(tokens: Sequence[str]) -> list[int]:
 
 
 def completion_of(choice: Mapping[str, Any], token_ids: Sequence[int], index: int, version: int) -> Completion:
-    """Return a choice as a completion whose tokens were all sampled by ``version``. A malformed choice raises."""
+    """Return a choice as a completion whose tokens were all sampled by ``version``. Raises an error for a malformed
+    choice.
+    """
     logprobs = choice["logprobs"]["token_logprobs"]
     span = VersionSpan(version=version, start=0, end=len(token_ids)) if token_ids else None
     return Completion(

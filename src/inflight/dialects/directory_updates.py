@@ -1,7 +1,7 @@
 """Updates from directories, for protocols in which a trainer pauses a server, names a directory, and resumes the
 server.
 
-Each update is one publish: a directory is checked completely before an endpoint is asked, and the endpoints commit
+Each update is one publish: a directory is checked completely before any endpoint is contacted, and the endpoints commit
 together. A pause is a publish that the endpoints have accepted but whose weights are not known until an update sends
 them. A pause ends when `resume` is called, when its lease expires or, if this process has ended, when the endpoints'
 own leases expire.
@@ -91,11 +91,11 @@ class DirectoryUpdates:
         """The directory of the last update, and its version."""
 
     def label_of(self, version: int) -> str:
-        """Return the clients' name of a version: the label of its update, or its number."""
+        """Return the clients' name for a version: the label of its update, or its number."""
         return self._labels.get(version, str(version) if version else INITIAL_LABEL)
 
     def served_label(self, version: int) -> str:
-        """Return the clients' name of the version that is currently served, which `relabel` may have changed."""
+        """Return the clients' name for the version that is currently served, which `relabel` may have changed."""
         relabelled = self._relabelled
         return relabelled[1] if relabelled is not None and relabelled[0] == version else self.label_of(version)
 

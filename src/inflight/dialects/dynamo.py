@@ -56,7 +56,7 @@ _INITIAL = "initial"
 
 @dataclass(frozen=True, slots=True)
 class DynamoOptions:
-    """Facts about a deployment that it does not report itself, from the query of its URL."""
+    """Facts that a deployment does not report itself, taken from the query of its URL."""
 
     discovery: str = ""
     """URL of the RL listener (DYN_RL_PORT), which lists the workers. If empty, this process does not send weights."""
@@ -163,7 +163,7 @@ class DynamoEndpoint(OwnedEndpoint):
         return found
 
     async def _served(self) -> ServedVersion:
-        """Raises `ConfigError` if the workers differ."""
+        """Raises `ConfigError` if the workers serve different weights."""
         if not self._workers:
             return ServedVersion(0, None)
         labels = {str(answer["version"]) for answer in await self._each(_VERSION, {})}

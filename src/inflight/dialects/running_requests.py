@@ -165,7 +165,7 @@ class RunningRequests:
         await cancel_and_wait(*late)
 
     async def score(self, request: Request, asked: ScoreRequest) -> ScoreResponse:
-        """Return the logprobs of given tokens. Raises `UnsupportedError` where scoring is not supported."""
+        """Return the logprobs of given tokens. Raises `UnsupportedError` if the endpoint does not support scoring."""
         with self._pool.least_loaded() as endpoint:
             if not isinstance(endpoint, ScoringEndpoint) or not (await endpoint.capabilities()).scoring:
                 raise UnsupportedError(f"{endpoint.name} does not support scoring, which prompt_logprobs require")

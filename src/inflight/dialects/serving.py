@@ -26,7 +26,7 @@ ErrorAnswer = Callable[[InflightError], Response]
 Message = TypeVar("Message", bound=pydantic.BaseModel)
 
 CONTROL_BYTES = 64 << 10
-"""Maximum size of the body of a control route."""
+"""Maximum size, in bytes, of the body of a request to a control route."""
 
 
 class EndpointPool:

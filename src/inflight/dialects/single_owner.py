@@ -2,7 +2,7 @@
 
 This is for servers whose answers do not report the weight version. Requests wait here while weights change, and weights
 change only when no request runs, so that each completion has a single version, which this process knows. Incoming
-weights are staged in this process, and one call of the adapter replaces them in the server.
+weights are staged in this process, and one call of the adapter then replaces the server's weights with them.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return can
 
     async def _served(self) -> ServedVersion:
-        """Return the version that the server serves; 0, the start checkpoint, if the server does not report one."""
+        """Return the version that the server serves, or 0, that of its initial checkpoint, if it reports none."""
         return ServedVersion(0, None)
 
     async def capabilities(self) -> Capabilities:
-        """Raises `ConfigError` if the server cannot be attached to."""
+        """Raises `ConfigError` if this process cannot attach to the server."""
         return await self._attaching.result()
 
     async def receiver(self) -> UpdateReceiver:

@@ -28,7 +28,7 @@ _GRACE_S = 5.0
 
 
 class BlockedError(Exception):
-    """A coroutine did not let others run; the message states where it was."""
+    """A coroutine did not let others run; the message states where it was blocked."""
 
 
 class OverdueError(Exception):
@@ -54,8 +54,8 @@ class PlayLoop:
     async def run(self, call: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
         """Return a coroutine's result. The coroutine is cancelled after ``timeout_s``, or when this call is cancelled.
 
-        Raises `OverdueError` if the coroutine does not end after its cancellation, and `BlockedError` if it blocks its
-        thread. If another coroutine blocks the thread, this call is cancelled.
+        Raises `OverdueError` if the coroutine does not end soon after its cancellation, and `BlockedError` if it blocks
+        its thread. If another coroutine blocks the thread, this call is cancelled.
         """
         thread = self._thread()
         played: asyncio.Future[T] = asyncio.get_running_loop().create_future()

@@ -166,7 +166,7 @@ def completion_of(chunks: Sequence[CompletionChunk]) -> Completion:
 
 
 def _streams(calls: Sequence[RecordedCall]) -> Iterator[tuple[list[int], list[bool]]]:
-    """Yield, for each stream, the numbers of its calls in order, and whether each call is in no earlier stream."""
+    """Yield, for each stream, the numbers of its calls in order, and which of these calls are in no earlier stream."""
     parents = [_parent(calls, number) for number in range(len(calls))]
     taken: set[int] = set()
     for leaf in sorted(set(range(len(calls))) - {parent for parent in parents if parent is not None}):

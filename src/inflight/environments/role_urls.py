@@ -10,7 +10,7 @@ from inflight.base.tasks import TaskOwner
 
 
 class RoleUrls:
-    """Serves each role once, at its first use. Belongs to one event loop."""
+    """Serves each role from its first use on, under one URL. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._urls: dict[str, asyncio.Future[str]] = {}

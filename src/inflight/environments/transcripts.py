@@ -1,9 +1,9 @@
 """Conversations as token ids. Sampled tokens are kept unchanged; only new text is rendered and tokenised.
 
 A chat template converts messages to text. As long as it renders the conversation so far exactly as it was sent and
-sampled, the next prompt consists of the ids so far and the ids of the text that the template adds. If it would render
-the history differently (it drops reasoning, trims white space, or ends a turn with a different token), the conversation
-continues from a fresh rendering, and the reason is recorded.
+sampled, the next prompt consists of the ids so far, followed by the ids of the text that the template adds. If it would
+render the history differently (it drops reasoning, trims white space, or ends a turn with a different token), the
+conversation continues from a fresh rendering, and the reason is recorded.
 """
 
 from __future__ import annotations

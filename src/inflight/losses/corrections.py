@@ -174,7 +174,7 @@ def couples_segments(correction: Correction) -> bool:
 
 
 def second_moment_threshold(correction: SecondMoment, step: Sequence[Targets], add: Reduce) -> float:
-    """Return the threshold for squares up to which targets are kept, so that their mean is within the bound.
+    """Return the largest threshold such that the squares up to it have a mean within the bound.
 
     The mean grows with the threshold, so bisection over floats finds the threshold using only sums over ranks. It lies
     halfway between the largest square kept and the smallest rejected, so that squares that are recomputed with

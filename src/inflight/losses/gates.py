@@ -44,7 +44,7 @@ class Score(Piece):
     kind: Literal["score"] = "score"
     low: float = Field(default=0.0, ge=0)
     high: float | None = Field(default=None, ge=0)
-    """None: no upper bound."""
+    """None means no upper bound."""
     outside: Literal["clamp", "drop"] = "clamp"
     positive_unweighted: bool = False
     """Whether c is 1 where A > 0 (TOPR, arXiv 2503.14286)."""
@@ -80,9 +80,9 @@ class PpoClip(Piece):
 
     kind: Literal["ppo_clip"] = "ppo_clip"
     low: float | None = Field(default=0.2, ge=0)
-    """None: no lower bound."""
+    """None means no lower bound."""
     high: float | None = Field(default=0.2, ge=0)
-    """None: no upper bound."""
+    """None means no upper bound."""
     dual: float | None = Field(default=None, gt=1)
     delta: float | None = Field(default=None, gt=0)
 

@@ -4,8 +4,8 @@ Logits are computed in tiles, each for some targets and a part of the vocabulary
 backward pass (two passes, for any loss). `one_pass` computes the logits of a few targets once and differentiates
 immediately, for losses that allow it. `inflight.losses.products` decides how tiles are multiplied.
 
-Shape suffixes: N targets, C targets of one tile, K tokens scored of each, H hidden, V vocabulary, W the tile's part of
-it.
+Shape suffixes: N targets, C targets of one tile, K scored tokens of each target, H hidden, V vocabulary, W the tile's
+part of it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def chunked_logprobs(
     only for targets with a nonzero gradient. Hidden states, weight and bias receive gradients, which are accumulated in
     the dtype of the computation and rounded once. With ``kept``, the softmax is over those tokens only.
 
-    Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a target is outside the vocabulary or the
+    Raises `InvalidRequestError` if shapes, dtypes or devices do not match, a target is outside the vocabulary or the
     ``kept`` tokens, a temperature is not above 0 and finite, or a chunk is smaller than 1. A second derivative raises
     `UnsupportedError`.
     """
@@ -266,7 +266,7 @@ def _pull(
     *,
     narrow: bool,
 ) -> None:
-    """Add the contribution of a tile's logit gradient to those of hidden states and weight; may overwrite it."""
+    """Add a tile's contribution to the gradients of hidden states and weight; may overwrite ``pull_CW``."""
     for part_CW in halves(pull_CW) if narrow else (pull_CW,):
         if grad_hidden_CH is not None:
             add_product(grad_hidden_CH, part_CW, weight_WH)
@@ -340,8 +340,8 @@ class _OnePass(torch.autograd.Function):
     @staticmethod
     @only_once
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Scaled in place, since a copy of the weight's gradient would be as large as the first; read once, since to
-        # wait for the number costs a GPU less than to pass over that gradient.
+        # Scaled in place, because a copy would be as large as the weight's gradient itself. The factor is read,
+        # because waiting for the number costs a GPU less than another pass over that gradient.
         factor = upstream.item()
         scaled = [
             gradient if gradient is None or factor == 1.0 else gradient.mul_(upstream)

@@ -15,7 +15,9 @@ from inflight.errors import InvalidRequestError
 
 @dataclass(frozen=True, slots=True)
 class KeptTokens:
-    """The tokens that top-p and top-k kept when each target was sampled; behaviour logprobs are over these."""
+    """The tokens that top-p and top-k kept when each target was sampled; behaviour logprobs are normalized over these
+    tokens.
+    """
 
     token_ids_K: torch.Tensor
     """int64, the tokens of the first target, then those of the second, and so on."""

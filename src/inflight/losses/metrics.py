@@ -71,7 +71,7 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
 
 
 def metric_values(metrics: Metrics) -> dict[str, float]:
-    """Return the values to log, with ``effective_sample_size`` if there are ratios. Call it after the reduction.
+    """Return the values to log, with ``effective_sample_size`` if there are ratios. Call this after the reduction.
 
     A metric with a weight of 0, for which no token was counted, is omitted.
     """
@@ -93,7 +93,7 @@ def effective_sample_size(metrics: Metrics, kind: WeightKind = "ratio") -> float
 
 
 def encode_metrics(metrics: Metrics) -> dict[str, list[float]]:
-    """Return the metrics as JSON values: ``[sum, weight]`` of a mean, ``[value]`` of a maximum."""
+    """Return the metrics as JSON values: ``[sum, weight]`` for a mean, ``[value]`` for a maximum."""
     return {name: [m.sum, m.weight] if isinstance(m, Metric) else [m.value] for name, m in metrics.items()}
 
 

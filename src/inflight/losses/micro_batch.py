@@ -26,7 +26,7 @@ NO_TEACHER = -1
 
 
 ImageTensors = Callable[[Sequence[str]], Mapping[str, torch.Tensor]]
-"""Returns the tensors of a model's processor for the data URLs of images, such as `ImageProcessor.tensors`."""
+"""Returns the tensors that a model's processor makes from images' data URLs; for example, `ImageProcessor.tensors`."""
 
 
 def collate(
@@ -36,10 +36,9 @@ def collate(
     *,
     share_prefixes: bool = False,
 ) -> MicroBatch:
-    """Return the samples packed in order, one segment each with its prompt and completion, or `empty_micro_batch` if
-    none.
+    """Return the samples packed in order, each with prompt and completion as one segment; if none, `empty_micro_batch`.
 
-    With ``share_prefixes`` the micro-batch states which tokens have the same prefix, for a `PrefixSharingWorker`. A
+    With ``share_prefixes``, the micro-batch states which tokens have the same prefix, for a `PrefixSharingWorker`. A
     temperature of 0 (greedy) becomes 1, because behaviour logprobs are then computed from the unscaled logits. Values
     at masked tokens become 0. ``image_tensors`` is required if rollouts have images. Raises `InvalidRequestError` for a
     sample that has no prompt or whose fields differ in length.

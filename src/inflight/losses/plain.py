@@ -25,7 +25,7 @@ def grpo_loss(
     clip_high: float = 0.2,
     denominator: float | torch.Tensor | None = None,
 ) -> LossOutput:
-    """Return the clipped surrogate of PPO (`inflight.losses.PpoClip`), summed over targets / ``denominator``.
+    """Return PPO's clipped surrogate (`inflight.losses.PpoClip`), summed over targets and divided by ``denominator``.
 
     All tensors have the same shape, except that ``advantages`` may be [B] or [B, 1] for logprobs [B, T]. ``loss_mask``
     is true, or not 0, at targets; values elsewhere, even NaN, have no effect.
@@ -36,8 +36,8 @@ def grpo_loss(
     Gradients must then be summed; if they are averaged over R ranks, as DDP does, pass a denominator that is R times
     smaller.
 
-    Raises `InvalidRequestError` if shapes, dtypes or devices do not fit, a clip is negative, or the denominator is not
-    one number above 0, and `NonFiniteError` if a behaviour logprob or an advantage of a target is not finite. The
+    Raises `InvalidRequestError` if shapes, dtypes or devices do not match, a clip is negative, or the denominator is
+    not one number above 0, and `NonFiniteError` if a behaviour logprob or an advantage of a target is not finite. The
     metrics are those of the ratios, ``clip_fraction_high`` and ``clip_fraction_low``.
     """
     gate = _gate(PpoClip, low=clip_low, high=clip_high)

@@ -40,8 +40,9 @@ from inflight.types import MicroBatch
 Need = Literal[
     "reference_logprobs", "teacher_logprobs", "teacher_top", "versions", "entropy", "group_ids", "first_forward"
 ]
-"""A requirement of a loss beyond trainer and behaviour logprobs, advantages and mask. ``first_forward``: `prepare`
-needs trainer logprobs of the whole step before its first micro-batch is trained on."""
+"""A requirement of a loss beyond trainer and behaviour logprobs, advantages and mask. ``first_forward`` means that
+`prepare` needs trainer logprobs of the whole step before its first micro-batch is trained on.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class LossPlan:
     needs separate counts.
     """
     thresholds: tuple[float | None, ...] = ()
-    """The threshold of each correction that has a statistic of the whole step, in the order of the corrections."""
+    """The threshold of each correction that depends on a statistic of the whole step, in the order of the corrections.
+    """
     current_version: int | None = None
     """The version of the trained weights."""
 
@@ -153,7 +155,7 @@ class PolicyLoss(Piece):
         returned in the dtype of ``trainer_logprobs_T``. Values at masked positions, even NaN, have no effect on loss or
         gradient. Raises `NonFiniteError` if a behaviour logprob (see ``non_finite``), reference or teacher logprob or
         advantage of a target is not finite, and `InvalidRequestError` if the micro-batch lacks fields that the loss
-        `needs`, shapes, dtypes or devices do not fit, or the plan is for another loss.
+        `needs`, shapes, dtypes or devices do not match, or the plan is for another loss.
         """
         given = {"trainer_logprobs_T": trainer_logprobs_T, "entropy_T": entropy_T, "student_top_TK": student_top_TK}
         self._check(batch, plan, **given)

@@ -12,7 +12,7 @@ from inflight.errors import UnsupportedError
 
 
 def only_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Callable[..., Any]:
-    """Return a backward function that raises when it is itself differentiated with respect to any input.
+    """Return a backward function that raises an error if it is itself differentiated with respect to any input.
 
     torch's ``once_differentiable`` raises only if the upstream gradient requires a gradient, and only in a backward
     pass to all leaves, so second derivatives of a plain sum would silently be 0.

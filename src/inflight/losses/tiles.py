@@ -1,7 +1,7 @@
 """The logits of the head, tile by tile. A tile has some of the targets and a part of the vocabulary.
 
-Shape suffixes: N targets, C targets of one tile, K tokens scored of each, H hidden, V vocabulary, W the tile's part of
-it.
+Shape suffixes: N targets, C targets of one tile, K scored tokens of each target, H hidden, V vocabulary, W the tile's
+part of it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Tiles:
                 logits_CW.mul_(inverse_C1)
             return
         hidden_CH = hidden_CH.to(self._dtype)
-        # Logits would be more to divide.
+        # Dividing the logits instead would be more work.
         torch.mm(hidden_CH * inverse_C1 if self._is_scaled else hidden_CH, weight_WH.t(), out=logits_CW)
 
 

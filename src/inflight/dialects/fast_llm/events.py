@@ -25,7 +25,8 @@ _LOOK_S = 1.0
 class WeightsReady(BaseModel):
     """The trainer is about to broadcast its weights. Unknown keys are ignored, as in PipelineRL.
 
-    ``documents_seen`` counts the samples that the trainer has trained on. Releases before Fast-LLM's #561 omit it.
+    ``documents_seen`` counts the samples that the trainer has trained on. Fast-LLM omits it before its pull request
+    #561.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -60,9 +61,9 @@ def add_event(redis: RedisStreams, event: Event) -> None:
 class EventReader:
     """Reads the events that are added after its creation; earlier events belong to another trainer.
 
-    Create it before joining the group: the trainer adds its first event once every rank has joined. Each update must be
-    received, so a lost event would desynchronize the ranks. The reader therefore compares the number of events that it
-    has read with the number that Redis has added.
+    Create it before joining the group: the trainer adds its first event once every rank has joined. Every update must
+    be received, so a lost event would desynchronize the ranks. The reader therefore compares the number of events that
+    it has read with the number that Redis has added.
     """
 
     def __init__(self, redis: RedisStreams) -> None:
@@ -109,7 +110,7 @@ class EventReader:
             raise TransferError(
                 f"events were removed from {EVENTS} of {self._redis.name} before they were read: {self._num_read} "
                 f"were read, and {num_added - self._num_earlier} were added. Nothing may trim or delete the stream "
-                "while servers follow it; restart trainer and servers"
+                "while servers follow it; restart the trainer and the servers"
             )
 
     def _parsed(self, entry: str, fields: dict[bytes, bytes]) -> Event:

@@ -1,4 +1,4 @@
-"""Publishes the weights that Fast-LLM's trainer broadcasts to inflight's endpoints.
+"""Publishes, to inflight's endpoints, the weights that Fast-LLM's trainer broadcasts.
 
 The trainer does not announce all tensors of an update in advance, so each update is received completely into host
 memory, checked against the served model, and only then published.

@@ -24,7 +24,7 @@ class StreamState(NamedTuple):
 class RedisStreams:
     """The streams of the server at ``redis://[:PASSWORD@]HOST:PORT[/DB]``, or ``rediss://`` for TLS.
 
-    Connects with the first call. Calls block for up to ``timeout_s`` seconds, and raise `TransferError` if they fail.
+    It connects at the first call. Calls block for up to ``timeout_s`` seconds, and raise `TransferError` if they fail.
     Raises `ConfigError` for any other URL.
     """
 

@@ -26,7 +26,9 @@ _BINARY = {"tokens": "q", "old_log_probabilities": "f", "model_version": "q"}
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One rollout as Fast-LLM trains on it. Sequences have one entry for each token, including those of the prompt."""
+    """One rollout in the form in which Fast-LLM trains on it. Sequences have one entry for each token, including those
+    of the prompt.
+    """
 
     token_ids: Sequence[int]
     loss_masking_spans: Sequence[tuple[int, int]]

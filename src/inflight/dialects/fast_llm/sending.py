@@ -1,4 +1,4 @@
-"""Sending weights to a PipelineRL server in its fast-llm mode, in place of Fast-LLM's trainer.
+"""Sends weights to a PipelineRL server in its fast-llm mode, in place of Fast-LLM's trainer.
 
 The server follows the event stream and the broadcasts, and never answers. It loads each tensor before it receives the
 next header, so once it has received the end of the update, it has either loaded everything or failed. This process
@@ -33,12 +33,12 @@ _REDIS_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class FastLlmOptions:
-    """Facts about a server that it does not report itself, from the query of its URL."""
+    """Facts that a server does not report itself, taken from the query of its URL."""
 
     redis: str = DEFAULT_URL
     """The Redis server that --redis-host and --redis-port name; no other trainer or inference server may use it."""
     group: str = ""
-    """``tcp://HOST:PORT`` of --weight-update-group-init-method. If empty, this process does not send weights."""
+    """The ``tcp://HOST:PORT`` in --weight-update-group-init-method. If empty, this process does not send weights."""
     world_size: int = 2
     """Value of --weight-update-group-world-size."""
     dtype: str = ""

@@ -1,4 +1,4 @@
-"""The routes of a PipelineRL inference server, in front of endpoints of the contract.
+"""The routes of a PipelineRL inference server, in front of inflight's endpoints.
 
 PipelineRL's trainer posts updates to these routes, and its actors post chats. A failed update is answered with an
 error, never with ``ok``.

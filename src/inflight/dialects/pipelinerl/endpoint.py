@@ -1,9 +1,9 @@
 """A PipelineRL inference server, which is vLLM with PipelineRL's update route, as an `InferenceEndpoint`.
 
 The server was started with its own process group, in which this process is rank 0, the trainer. PipelineRL's servers
-keep and report no version, so the endpoint is an `OwnedEndpoint`: weights change only when no request runs. Incoming
-weights are checked and staged here, and the commit posts the update and broadcasts it. A failed commit leaves torn
-weights and a group that cannot be formed again, so the server must be restarted.
+neither keep nor report a version, so the endpoint is an `OwnedEndpoint`: weights change only when no request runs.
+Incoming weights are checked and staged here, and the commit posts the update and broadcasts it. A failed commit leaves
+torn weights and a group that cannot be formed again, so the server must be restarted.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _HEALTH_POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class PipelineRlOptions:
-    """Facts about a server that it does not report itself, from the query of its URL."""
+    """Facts that a server does not report itself, taken from the query of its URL."""
 
     group: str = ""
-    """``tcp://HOST:PORT`` of --weight-update-group-init-method. If empty, this process does not send weights."""
+    """The ``tcp://HOST:PORT`` in --weight-update-group-init-method. If empty, this process does not send weights."""
     world_size: int = 2
     """Value of --weight-update-group-world-size."""
     dtype: str = ""
@@ -72,8 +72,8 @@ class PipelineRlOptions:
 
 
 class PipelineRlEndpoint(OwnedEndpoint):
-    """One server at ``url`` with one rank. The first call joins a channel, because the server does not answer before
-    that.
+    """One server at ``url`` with one rank. The first call joins a channel, because the server does not answer until
+    then.
 
     ``make_channel`` returns a new channel for weights; without it, this process does not send weights. ``dtype``,
     ``max_concurrent`` and ``timeout_s`` have the same meaning as in `PipelineRlOptions`.

@@ -1,6 +1,6 @@
 """The process group over which PipelineRL sends weights.
 
-Rank 0 hosts the store, and PipelineRL's own code then waits for all ranks (``torch_utils._create_stateless_pg``). On a
+Rank 0 hosts the store, at which PipelineRL's own code waits for all ranks (``torch_utils._create_stateless_pg``). On a
 CPU, the group is a gloo group under the keys of torch's own groups, as ``torch_utils.init_extra_process_group`` forms
 it.
 

@@ -1,4 +1,4 @@
-"""Publishes the weights that PipelineRL's trainer broadcasts to inflight's endpoints.
+"""Publishes, to inflight's endpoints, the weights that PipelineRL's trainer broadcasts.
 
 Each update is one publish: the endpoints accept or refuse the manifest, every tensor is received completely and
 verified in transit, and the endpoints commit together.
@@ -87,8 +87,8 @@ class ArrivingUpdates:
         """Block until every endpoint serves the update.
 
         Raises `PublishError` if an endpoint does not serve it, and the other errors of `publish_weights`. The
-        broadcasts are received in any case, so the group is ready for the next update unless `TransferError` states
-        that it was abandoned.
+        broadcasts are received in any case, so the group is ready for the next update unless a `TransferError` states
+        that the group was abandoned.
         """
         with self._lock:
             try:

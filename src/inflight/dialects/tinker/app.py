@@ -33,7 +33,7 @@ MAX_DATA_BYTES = 256 << 20
 """Maximum size, in bytes, of the body of a ``forward_backward``; `CLIENT_CONFIG` makes the SDK split larger ones."""
 _CHUNK_BYTES = 64 << 20
 _TOKEN_BYTES = 64
-"""Maximum length of JSON per token, for prompt tokens and for the tokens that are scored at their positions."""
+"""Maximum length, in bytes, of the JSON of a prompt token, or of a token that is scored at its position."""
 _MAX_TARGETS = 32
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
@@ -250,7 +250,7 @@ class _RefusedError(Exception):
 
 
 def _guarded(handle: Handler, token: str, is_stopping: Callable[[], bool]) -> Handler:
-    """Return a handler that checks the key before it reads the body, and answers errors as JSON.
+    """Return a handler that checks the key before it reads the body, and reports errors as JSON.
 
     The SDK repeats a call after the statuses 408, 409, 429 and 500 or above, and gives up after any other error.
     """

@@ -50,7 +50,7 @@ Weights = BaseWeights | StoredWeights | TrainingWeights
 class Training(Protocol):
     """One model in training. Calls are made one at a time; each may raise an `InflightError`.
 
-    After `WorkerDiedError` the model has ended, and every call raises it.
+    After a `WorkerDiedError`, the model has ended, and every further call raises that error.
     """
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Backend(Protocol):
 
     @abstractmethod
     def sampling_from(self, weights: Weights) -> AbstractAsyncContextManager[InferenceEndpoint]:
-        """Return a context in which the endpoint serves these weights, waiting until one does.
+        """Return a context that waits for an endpoint to serve these weights, and yields that endpoint.
 
-        Raises an `InflightError` if none can.
+        Raises an `InflightError` if no endpoint can serve them.
         """

@@ -75,9 +75,9 @@ class CheckpointStore:
         self._directory = directory
 
     def place(self, model_id: str, kind: Kind, name: str, *, overwrite: bool) -> Path:
-        """Delete any earlier checkpoint of this name, and return where to save the new one.
+        """Return where to save a checkpoint, after removing the record of any earlier one there.
 
-        Raises `InvalidRequestError` for a name that is taken, or that is not a valid file name.
+        Raises `InvalidRequestError` for a name that is invalid or, unless ``overwrite``, already taken.
         """
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(

@@ -158,7 +158,7 @@ def output_message(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> b
 
 
 def _by_trailing_shape(arrays: Sequence[Array]) -> list[list[Array]]:
-    """Return consecutive arrays whose shapes differ only in the first dimension as one list each, in order."""
+    """Group consecutive arrays whose shapes differ only in the first dimension, keeping their order."""
     runs: list[list[Array]] = []
     for array in arrays:
         if runs and runs[-1][0].shape[1:] == array.shape[1:]:

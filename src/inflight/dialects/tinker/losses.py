@@ -23,7 +23,7 @@ Settings = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class TinkerLoss:
-    """A loss: the inputs that it requires, its settings with their defaults, and its value."""
+    """A loss, with the inputs that it requires, its settings with their defaults, and its formula."""
 
     inputs: tuple[str, ...]
     """The required inputs in addition to the targets."""

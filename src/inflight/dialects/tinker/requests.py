@@ -109,7 +109,8 @@ class OptimStep(NumberedCall):
     """Take an optimizer step."""
 
     adam_params: dict[str, Any] | None = None
-    """`AdamParams`, validated when the call is executed: a refused numbered call would leave a gap."""
+    """`AdamParams`, validated only when the call is executed, because a refused call would leave a gap in the numbers.
+    """
     optimizer_params: dict[str, Any] | None = None
 
 
@@ -123,7 +124,7 @@ class SaveWeights(NumberedCall):
 
 
 class SaveWeightsForSampler(SaveWeights):
-    """Save weights for sampling: under a name, or for a sampling session."""
+    """Save weights for sampling, under a name or for a sampling session."""
 
     sampling_session_seq_id: Seq | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"

@@ -27,7 +27,7 @@ _NUM_SNAPSHOTS = 16
 the SDK does not report when a program no longer needs one.
 """
 _NUM_TRIES = 3
-"""Number of attempts at a sample if servers end."""
+"""Number of attempts at a sample whose servers end."""
 _NUM_SEQUENCES = 65536
 """Number of sampled sequences whose version spans are kept."""
 
@@ -101,7 +101,7 @@ class SamplingSessions:
             del self._samplers[sampler_id]
 
     def create(self, asked: CreateSamplingSession) -> str:
-        """Return the id of a sampling session."""
+        """Create a sampling session unless it exists, and return its id."""
         sampler_id = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
         self._samplers.setdefault(
             sampler_id, _Sampler(asked.session_id, *self._weights(asked.base_model, asked.model_path))
@@ -120,7 +120,7 @@ class SamplingSessions:
         return found if sampler.model_path is None else {**found, "model_path": sampler.model_path}
 
     def sample(self, asked: Sample) -> tuple[str, list[str]]:
-        """Return the request id of a future, and an id for each sequence."""
+        """Begin to sample, and return the future's request id and an id for each sequence."""
         weights: Weights
         key = None
         if asked.sampling_session_id is not None:

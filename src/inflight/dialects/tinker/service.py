@@ -43,7 +43,7 @@ IDLE_S = 1800.0
 _NUM_FINISHED = 1000
 """Number of finished sessions that can still be queried."""
 SILENT_S = 60.0
-"""Seconds of silence of its client after which a new model may replace a model, whose state is saved for a week."""
+"""Seconds of a client's silence after which a new model may replace its model, whose state is kept for a week."""
 
 
 @dataclass(eq=False, slots=True)
@@ -401,7 +401,7 @@ class TinkerService:
     # --------------------------------------------------------------------------------------------------- sampling
 
     def create_sampler(self, asked: CreateSamplingSession) -> str:
-        """Return the id of a sampling session."""
+        """Create a sampling session unless it exists, and return its id."""
         self._session(asked.session_id)
         return self.sampling.create(asked)
 

@@ -54,7 +54,9 @@ REFUSED = {
 }
 """Routes of vLLM and of its clients that are not supported, with the reasons."""
 INTERNAL_PREFIX = "generate-tokens-"
-"""The prefix that vLLM adds to the ids of requests over ``/inference/v1/generate``; clients end them by these ids."""
+"""The prefix that vLLM adds to the ids of requests over ``/inference/v1/generate``; clients abort requests by these
+ids.
+"""
 _MAX_ADAPTERS = 1024
 _MAX_RANK = 512
 

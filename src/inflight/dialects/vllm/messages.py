@@ -27,7 +27,7 @@ Labels = Callable[[int], str]
 
 
 class DialectMessage(BaseModel):
-    """Base of messages in which no field may be ignored: unknown fields are refused."""
+    """Base class of messages in which no field may be ignored: unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -158,7 +158,7 @@ class AdapterName(DialectMessage):
 
 
 class AbortBody(DialectMessage):
-    """Body of ``/abort_requests``; without ids, all running requests."""
+    """Body of ``/abort_requests``. Without ids, all running requests are aborted."""
 
     request_ids: Annotated[list[str], Field(max_length=1024)] = []
 

@@ -3,7 +3,7 @@
 The program receives the URL and its key in the environment variables that OpenAI's and Anthropic's clients read
 (``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``), and the item as JSON on
 standard input. It reports its reward by posting ``{"reward": 1.0}`` to ``INFLIGHT_REWARD_URL``, or by printing that
-object as its last line.
+object as the last line of its output.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class AgentCommand(Environment):
     async def play(self, item: TaskItem, episode: Episode) -> float:
         """Play an episode and return its reward.
 
-        Raises `TaskError` with the end of standard error if there is no reward.
+        If there is no reward, raises a `TaskError` that quotes the end of standard error.
         """
         url = await episode.openai_url()
         said, complained = bytearray(), bytearray()
@@ -104,7 +104,7 @@ class AgentCommand(Environment):
                 await _ended(agent)
                 await asyncio.wait({reading}, timeout=_PARTING_S)
             finally:
-                if not reading.done():  # something outside of the group holds its output open
+                if not reading.done():  # something outside the group holds its output open
                     agent._transport.close()  # type: ignore[attr-defined]
                 reading.add_done_callback(lambda it: it.cancelled() or it.exception())  # marks it as retrieved
                 await cancel_and_wait(reading)

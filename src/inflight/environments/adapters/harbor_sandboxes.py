@@ -103,7 +103,7 @@ class BubblewrapSandbox:
         await _run_in(self.thread, self._fill)
 
     async def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Run a command of the agent. Raises `TaskError` if its files exceed a limit."""
+        """Run a command of the agent. Raises `TaskError` if the episode's files exceed a limit."""
         _check_command(command)
         return await self._run(["bash", "-c", command], {"home": "/root"}, {}, timeout_s)
 
@@ -367,9 +367,7 @@ def container_engine(image: str) -> str:
                 break
         else:
             return path
-    raise ConfigError(
-        f"the image {image!r} needs Docker or Podman, and the image must already be there: {'; '.join(answers)}"
-    )
+    raise ConfigError(f"the image {image!r} must already be present in Docker or Podman: {'; '.join(answers)}")
 
 
 def _check_command(command: object) -> None:

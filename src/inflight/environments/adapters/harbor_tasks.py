@@ -46,13 +46,13 @@ class _Table(Section):
 
 
 class AgentTable(_Table):
-    """``[agent]``."""
+    """The table ``[agent]``."""
 
     timeout_sec: Positive = 600.0
 
 
 class VerifierTable(_Table):
-    """``[verifier]``."""
+    """The table ``[verifier]``."""
 
     timeout_sec: Positive = 600.0
     env: Environ = Field(default_factory=dict)
@@ -62,7 +62,7 @@ class VerifierTable(_Table):
 
 
 class EnvironmentTable(_Table):
-    """``[environment]``."""
+    """The table ``[environment]``."""
 
     docker_image: Annotated[str, Field(pattern=r"^[^-\s]\S*$")] | None = None
     """The name may not begin with a hyphen, because it would be an option on a command line."""
@@ -201,7 +201,7 @@ def _read_dockerfile(environment: Path) -> tuple[str, list[tuple[str, str]], lis
         if not path.exists() or not path.resolve().is_relative_to(environment.resolve()):
             reasons.append(f"COPY of {written}, which does not exist below environment/")
         if not PurePosixPath(normal).is_relative_to(workdir):
-            reasons.append(f"COPY to {normal}, which is outside of {workdir}")
+            reasons.append(f"COPY to {normal}, which is outside {workdir}")
         is_inside = path.is_file() and (is_folder or normal == workdir)
         copies.append((source, posixpath.join(normal, path.name) if is_inside else normal))
     return workdir, copies, reasons

@@ -125,13 +125,13 @@ class Game:
 class TextArena(Environment):
     """A game, identified by its name in TextArena, such as ``TicTacToe-v0``.
 
-    With ``opponent = "self"`` the model plays every player, each in a conversation with the role ``player N`` and the
-    reward that the game gives to this player; the episode's reward is the mean of these rewards. Otherwise the model
-    plays one player, which changes from item to item, and that player's reward is the episode's. The opponent is
+    With ``opponent = "self"``, the model plays every player. Each player has a conversation with the role ``player N``
+    and the reward that the game gives to this player; the episode's reward is the mean of these rewards. Otherwise the
+    model plays one player, which changes from item to item, and that player's reward is the episode's. The opponent is
     ``"random"``, which picks one of the moves that the game lists, or ``module:function``, called with the text shown
     to a player and a `random.Random`. ``render`` names a function that decides what is shown (`Render`); by default,
-    all messages of the game are. ``options`` are passed to the game. Without ``players``, the game has the first number
-    of players, of 2, 1, 3, 4 and so on, with which it starts.
+    all messages of the game are shown. ``options`` are passed to the game. Without ``players``, 2, 1, 3, 4 and so on
+    are tried until the game starts.
 
     The game itself handles illegal actions: most games ask once more, and the player loses if the next action is also
     illegal.

@@ -57,7 +57,7 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """The answer as a message of OpenAI's chat."""
+        """The answer as a message of an OpenAI chat."""
         if not self.tool_calls:
             return {"role": "assistant", "content": self.text}
         return {"role": "assistant", "content": self.text or None, "tool_calls": openai_tool_calls(self.tool_calls)}
@@ -90,7 +90,7 @@ class _PreparedRequest:
     images: tuple[PromptImage, ...] = ()
     reasoning: Reasoning = "kept"
     model: str = ""
-    """In the form that the recording needs."""
+    """The model that the client specified, if the request was converted from another dialect; otherwise empty."""
     has_tools: bool = False
 
 
@@ -291,13 +291,13 @@ class Answers:
         if not isinstance(prompt, str):
             template.check_known(prompt)
             if not prompt:
-                raise InvalidRequestError("the prompt is empty: send a text or token ids")
+                raise InvalidRequestError("the prompt is empty: send text or token ids")
             return None, tuple(prompt)
         known = [(text, token_ids) for text, token_ids in self._texts if prompt.startswith(text)]
         text, token_ids = max(known, key=lambda one: len(one[0]), default=("", ()))
         token_ids += template.encoded(prompt[len(text) :], self.episode.max_tokens, is_start=not token_ids)
         if not token_ids:
-            raise InvalidRequestError("the prompt is empty: send a text or token ids")
+            raise InvalidRequestError("the prompt is empty: send text or token ids")
         return prompt, token_ids
 
     def _note_text(self, before: str | None, answer: Answer, reply_text: ReplyText) -> None:

@@ -62,7 +62,7 @@ _FAILED_S = 30.0
 
 
 class OpenRequest(BaseModel):
-    """Body of ``/episodes``: settings of this episode, where they differ from those of the service."""
+    """Body of ``/episodes``: the settings of this episode that differ from the service's."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -110,12 +110,12 @@ class EpisodeService:
         self._idle_timeout_s = idle_timeout_s
         self._hosts: list[_Host] = []
         self._load: Counter[int] = Counter()
-        """Number of open episodes of each endpoint, by its index."""
+        """Number of open episodes on each endpoint, by the endpoint's index."""
         self._host_of: dict[PlayingEpisode, int] = {}
         """The index of the endpoint that each episode is on."""
         self._role_keys: dict[PlayingEpisode, list[str]] = {}
         self._failed: dict[int, float] = {}
-        """When an endpoint last failed an episode."""
+        """When each endpoint last failed an episode, by the endpoint's index."""
         self._finished: OrderedDict[str, dict[str, Any]] = OrderedDict()
         """The answers to the latest calls of ``/finish``, for clients that repeat a call."""
         self._numbers = itertools.count(1)

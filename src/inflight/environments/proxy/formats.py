@@ -46,7 +46,7 @@ class AnswerFormat(Protocol):
 
 
 class OpenAIFormat(AnswerFormat):
-    """OpenAI's formats for chat completions and completions."""
+    """The formats of OpenAI's chat completions and completions."""
 
     def __init__(self, request: ChatRequest | CompletionRequest, model: str, pieces: Pieces) -> None:
         self._request = request
@@ -182,7 +182,7 @@ def _logprobs(is_chat: bool, token_ids: Sequence[int], logprobs: Sequence[float]
 
 
 class GenerateFormat(AnswerFormat):
-    """vLLM's format for its route ``generate``."""
+    """The format of vLLM's ``generate`` route."""
 
     def __init__(self, request: ProxyGenerateRequest, model: str) -> None:
         self._request = request

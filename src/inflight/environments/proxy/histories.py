@@ -1,4 +1,4 @@
-"""Finding the conversation that a client continues, by the messages that it sends.
+"""Finds the conversation that a client continues, using the messages that the client sends.
 
 A client of OpenAI's API sends the whole history with every request. A request continues a conversation if it begins
 with that conversation's messages, including the model's answers, unchanged.
@@ -28,7 +28,7 @@ class _Node:
 
 
 class Histories:
-    """The conversations of one episode, each under the messages that its client has seen."""
+    """The conversations of one episode, each stored under the messages that its client has seen."""
 
     def __init__(self) -> None:
         self._root = _Node()

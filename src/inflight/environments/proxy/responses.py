@@ -143,7 +143,7 @@ class ResponsesRequest(ProxyBody):
 
 
 def _message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
-    """Return an item as a message of a chat; None for reasoning, which is not shown to the model again."""
+    """Return an item as a chat message; None for reasoning, which is not shown to the model again."""
     match item:
         case {"type": "reasoning"}:
             return None

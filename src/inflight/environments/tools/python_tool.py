@@ -4,7 +4,7 @@
     result = await tool.run("print(sum(range(10)))")
     result.status, result.text  # ("ok", "45\n")
 
-Every call runs in a new sandbox, which is removed when the call returns or is cancelled. Under ``namespaces`` the code
+Every call runs in a new sandbox, which is removed when the call returns or is cancelled. Under ``namespaces``, the code
 
 - sees Python's standard library, the system's shared libraries and four devices, all read-only, and an empty
   directory, ``/tmp``, of ``disk_bytes``; no other file, no ``/proc``, no environment variable of the caller's;
@@ -134,7 +134,7 @@ class PythonTool:
         processes is left.
 
         Raises `UnsupportedError` if the machine refuses a part of the isolation, `TaskError` if the sandbox cannot be
-        started or does not end. In either case the code has not run or was killed.
+        started or does not end. In either case, the code has not run or has been killed.
         """
         if not isinstance(code, str):  # what a model calls with
             return PythonResult("error", f"[the code must be a string, not {type(code).__name__}]", None)

@@ -3,14 +3,14 @@
 It starts as a separate program, without the packages of the environment, and so imports nothing from inflight. It reads
 the code from standard input, and the code writes to its standard output and error. If the code has not run, the report
 on ``report_fd`` is one line, ``failed`` or ``busy`` with the reason; otherwise it is ``started``, followed by a line
-that states how the code ended. Under ``isolation="namespaces"`` three processes share the work:
+that states how the code ended. Under ``isolation="namespaces"``, three processes share the work:
 
 - The launcher runs in the caller's namespaces. It starts init and maps its user, and runs no untrusted code.
 - Init is process 1 of its own user, process, mount, network, IPC and host name namespaces, in its own root. It drops
   every privilege before the worker starts. When init ends, so does every process of the namespace.
 - The worker is forked from init. It sets its limits and its system call filter, then runs the code.
 
-Under ``isolation="limits"`` the launcher forks the worker itself, and the worker is subject only to limits.
+Under ``isolation="limits"``, the launcher forks the worker itself, and the worker is subject only to limits.
 
 If a step fails, it is reported and the code does not run. Requires Linux 5.14 or later.
 """
@@ -170,7 +170,7 @@ def _clone() -> int:
 
 
 def _id_map(name: str, own: int) -> str:
-    """Return the map from ids inside to ids outside.
+    """Return the map from ids inside the sandbox to ids outside.
 
     If the caller is root, the code runs as nobody: root is exempt from the limit on threads, and owns most files. If
     the caller's user namespace does not contain nobody, as in some rootless containers, the code runs as the caller.

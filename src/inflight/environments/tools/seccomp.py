@@ -1,4 +1,4 @@
-"""The seccomp filter of a sandbox: which system calls the kernel refuses to the code.
+"""The seccomp filter of a sandbox, which specifies the system calls that the kernel refuses.
 
 Namespaces and a private root hide files, processes and networks. The filter blocks what these do not: more processes
 (so that the memory limit of one is the limit of all), other programs, further namespaces, memory that no limit counts

@@ -1,7 +1,7 @@
 """Tool calls in a model's output, in the two notations of open models.
 
-``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them among other text (Hermes, Qwen), or a
-reply that is one JSON object ``{"name": ..., "parameters": {...}}`` (Llama 3).
+In the first, a reply contains ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` any number of times, among
+other text (Hermes, Qwen). In the second, the reply is one JSON object ``{"name": ..., "parameters": {...}}`` (Llama 3).
 """
 
 from __future__ import annotations
