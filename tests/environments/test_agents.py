@@ -209,7 +209,7 @@ def is_running(pid: int) -> bool:
         ({"command": ["x"], "tasks": "x:f", "roles": "white"}, "roles must be a list"),
         (
             {"command": ["no-such-agent"], "tasks": f"{__name__}:question"},
-            "'no-such-agent' of the agent does not exist",
+            "the agent's program 'no-such-agent' does not exist",
         ),
     ],
 )

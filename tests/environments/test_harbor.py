@@ -583,7 +583,7 @@ def test_a_task_with_an_image_is_refused_without_an_engine_that_has_it(
     ):
         stand_in(down=down)
         with pytest.raises(
-            ConfigError, match=f"the image 'absent' needs Docker or Podman.*{words}.*podman is not inst"
+            ConfigError, match=f"the image 'absent' must already be present in Docker.*{words}.*podman is not inst"
         ):
             HarborEnvironment(0, str(folder))
 

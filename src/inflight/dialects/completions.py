@@ -42,7 +42,7 @@ def ids_of_tokens(tokens: Sequence[str]) -> list[int]:
     """Return the token ids that the server sent in place of the tokens' texts. Raises ``ValueError``."""
     if any(not token.startswith(TOKEN_PREFIX) for token in tokens):
         raise ValueError(
-            "the answer has the texts of tokens instead of their ids: start the server with "
+            "the answer contains the text of tokens instead of their ids: start the server with "
             "--return-tokens-as-token-ids"
         )
     return [int(token.removeprefix(TOKEN_PREFIX)) for token in tokens]

@@ -142,7 +142,7 @@ class RayLauncher(Launcher):
             needs = "; ".join(f"{it.name} needs {_amounts(b)}" for it, b in zip(programs, bundles, strict=True))
             raise ConfigError(
                 f"the Ray cluster had too few free resources within {timeout_s:g} s: {needs}. It has "
-                f"{_amounts(self._ray.cluster_resources())}, of which are free: "
+                f"{_amounts(self._ray.cluster_resources())}, of which these are free: "
                 f"{_amounts(self._ray.available_resources()) or 'none'}. Add hosts, lower train.num_ranks or "
                 "servers.count, or raise run.start_timeout_s to wait longer"
             ) from error

@@ -169,8 +169,8 @@ class TinkerService:
         if silent_s < SILENT_S:
             raise UnsupportedError(
                 f"these models are in training: {', '.join(it.model_id for it in alive)}; this server trains at most "
-                f"{len(alive)} at a time (--models): close their clients; {SILENT_S:g} s after a client has ended "
-                "without closing, another model can take its place"
+                f"{len(alive)} at a time (--models): close a client, or wait until one that ended without closing "
+                f"has been silent for {SILENT_S:g} s"
             )
         name = f"retired-{uuid.uuid4().hex[:8]}"
         asked = SaveWeights(model_id=model.model_id, seq_id=0, ttl_seconds=7 * 86_400)

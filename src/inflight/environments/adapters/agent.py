@@ -57,7 +57,7 @@ class AgentCommand(Environment):
         if isinstance(roles, str) or not all(isinstance(role, str) and role for role in roles):
             raise TaskError(f"roles must be a list of names, such as ['white', 'black'], not {roles!r}")
         if not Path(directory).is_dir():
-            raise TaskError(f"directory {directory!r} of the agent does not exist")
+            raise TaskError(f"the agent's directory {directory!r} does not exist")
         self._command = tuple(command)
         self._directory = directory
         self._name = name
@@ -65,7 +65,7 @@ class AgentCommand(Environment):
         self._item_of = _items(tasks)
         program = str(Path(directory, command[0])) if "/" in command[0] else command[0]
         if shutil.which(program) is None:
-            raise TaskError(f"the program {command[0]!r} of the agent does not exist, or cannot be executed")
+            raise TaskError(f"the agent's program {command[0]!r} does not exist, or cannot be executed")
         self._starting: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
         """One lock per event loop. Starting a program briefly blocks the loop, so other tasks must run between two
         starts.
