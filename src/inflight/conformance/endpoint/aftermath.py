@@ -25,10 +25,10 @@ async def until_running(subject: EndpointSubject, num: int, seconds: float, what
 async def require_ended_early(
     subject: EndpointSubject, others: Sequence[asyncio.Task[GenerateResponse]], alone_s: float, what: str
 ) -> None:
-    """Require that soon only ``others`` are still running: one request that fills the context, or none.
+    """Require that all requests except ``others`` end soon; ``others`` is one request that fills the context, or none.
 
-    If another request runs, the time until the rest have ended must be less than half of the time that it runs, and at
-    most `SERVED_S`; whatever slows the server down slows both. If none runs, the time must be less than ``alone_s``.
+    If there is such a request, the rest must end in less than half of its running time and within `SERVED_S`; whatever
+    slows the server down slows both. Otherwise they must end within ``alone_s``.
     """
     limit_s = SERVED_S if others else alone_s
     started = time.monotonic()
@@ -71,7 +71,8 @@ def require_right_logprobs(
 async def require_old_weights(
     subject: EndpointSubject, when: str, *, seconds: float = SLACK_S, may_be_torn: bool = False
 ) -> None:
-    """Require that the update leaves no trace: READY, with the checkpoint's weights under the previous version.
+    """Require that the update left no trace: the endpoint is READY with the checkpoint's weights under the previous
+    version.
 
     If bytes of the update had arrived (``may_be_torn``), POISONED is also allowed, provided that nothing is generated.
     """
@@ -105,7 +106,7 @@ async def require_recovers(subject: EndpointSubject, when: str) -> None:
 async def require_all_sampled_from(
     subject: EndpointSubject, weights: ReferenceWeights, running: Running, what: str
 ) -> None:
-    """Require what `require_all_whole` requires, and that all tokens of each request were sampled from ``weights``."""
+    """Require that requests ended as `require_all_whole` demands, with all tokens sampled from ``weights``."""
     for (request, _), completion in zip(running, await require_all_whole(running, what), strict=True):
         subject.require_sampled_from(weights, request, completion, what)
 

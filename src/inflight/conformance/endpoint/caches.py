@@ -28,11 +28,11 @@ _SHARED_LENGTH = 330
 """Length of the prefix that several clients share: engines cache prefixes by pages of up to 256 tokens."""
 _NUM_RUNNING = 2
 _NUM_TOKENS_OF_A_CLIENT = 300
-"""Tokens of each request that runs while weights change."""
+"""Number of tokens of each request that runs while weights change."""
 _ENDS_S = 20.0
 
 _UNSEEN = 987
-"""Seed of a prompt that no check sends otherwise."""
+"""Seed of a prompt that no other check sends."""
 _CACHED = "what was cached for the prompt is used again"
 _NOT_CACHED = "the weights that the endpoint serves are not those of the update, whatever is cached"
 
@@ -50,8 +50,8 @@ class SentAnswer(NamedTuple):
 @check("U-30", "updates", deadline_s=60)
 @look_at("whether cached prefixes are dropped, or keyed by version, with every kind of update, under every policy")
 async def prefix(subject: EndpointSubject) -> None:
-    """A request that arrives after an update, of any kind, uses nothing of older weights, whatever prefix was cached
-    under them."""
+    """A request that arrives after an update of any kind uses nothing that older weights computed, whatever prefix was
+    cached under them."""
     prompt, chain = subject.prompt(min(_PREFIX_LENGTH, subject.context_len // 2)), UpdateChain(subject)
     policies = subject.capabilities.in_flight_policies
     kinds = supported_kinds(subject)
@@ -68,7 +68,8 @@ async def prefix(subject: EndpointSubject) -> None:
 async def _updates(
     subject: EndpointSubject, prompt: Sequence[int]
 ) -> AsyncIterator[tuple[InFlightPolicy, ReferenceWeights, ReferenceWeights]]:
-    """Update the weights after a prompt was seen, under each policy; yield the prompt with the old and new weights."""
+    """Send the prompt and then update the weights, once under each policy; yield the policy, the old and the new
+    weights."""
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
     policies = subject.capabilities.in_flight_policies
     for i, policy in enumerate((*policies, policies[0])):
@@ -86,9 +87,9 @@ async def _require_nothing_stale(
     completion: Completion,
     what: str,
 ) -> None:
-    """Require that a prompt uses nothing from the previous weights.
+    """Require that a request uses nothing that the previous weights computed.
 
-    All its tokens but the last were seen before.
+    All tokens of its prompt but the last had been seen before.
     """
     gap = subject.gap(after, request, completion)
     subject.note(**{f"difference from a fresh start, {what}": gap})
@@ -121,7 +122,8 @@ async def long_prefix(subject: EndpointSubject) -> None:
 @look_at("whether blocks that are in use are dropped from the prefix cache too, not only free ones")
 async def held_prefix(subject: EndpointSubject) -> None:
     """The same holds while requests that began before the update still run with this prompt, and for a prompt that was
-    being computed when the update came: the cache that they keep is theirs alone, even under keep."""
+    being computed when the update arrived: even under keep, new requests never use the cache that such requests
+    keep."""
     prompt = _long_prompt(subject)
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
     num_slots = subject.capabilities.max_concurrent_sequences
@@ -165,7 +167,7 @@ def _long_prompt(subject: EndpointSubject) -> tuple[int, ...]:
 @check("U-31", "updates recompute spans", deadline_s=40)
 @look_at("whether the keys and values of running requests are dropped before sampling continues")
 async def recompute_under_new_weights(subject: EndpointSubject) -> None:
-    """Under recompute, running requests continue with keys and values computed again under the new weights."""
+    """Under recompute, running requests continue with keys and values recomputed under the new weights."""
     await _swap(subject, InFlightPolicy.RECOMPUTE)
 
 
@@ -209,7 +211,10 @@ async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
 async def answers_across_an_update(
     subject: EndpointSubject, weights: ReferenceWeights, policy: InFlightPolicy, *, num: int, num_tokens: int
 ) -> Answers:
-    """Publish ``weights`` while requests run; return them, with tokens of the new version unless all are too short."""
+    """Publish ``weights`` while requests run; return their answers.
+
+    All of them end with tokens of the new version, unless even the longest requests tried were too short.
+    """
     for length in subject.lengths(num_tokens):
         running = await subject.start_running(num, max_tokens=length)
         old = subject.publisher.version
@@ -227,9 +232,9 @@ async def answers_across_an_update(
     "and whether all kinds of update treat running requests alike"
 )
 async def others_updates(subject: EndpointSubject) -> None:
-    """A request uses nothing of older weights in a prefix that it shares with others, whichever client published,
-    whatever kind of update it was and whatever else runs with that prefix, and running requests continue as the policy
-    prescribes."""
+    """A request uses nothing that older weights computed for a prefix that it shares with others, whichever client
+    published the update, whatever its kind, and whatever else runs with that prefix. Running requests continue as the
+    policy prescribes."""
     policies = subject.pausing_policies()
     sampler = await subject.another_client()
     chain = UpdateChain(subject)
@@ -282,7 +287,7 @@ async def _publish_while_sampling(
 
 
 async def _until_sampling(clients: Sequence[InferenceEndpoint], running: Sequence[asyncio.Task[None]]) -> None:
-    """Return once requests are being decoded. An adapter may count only those of its own client."""
+    """Return once requests are being decoded. An adapter may count only its own client's requests."""
     while running and not any([(await client.weight_version()).num_running for client in clients]):
         for task in running:
             if task.done():

@@ -144,7 +144,8 @@ async def lease(subject: EndpointSubject) -> None:
 @check("E-44", "updates")
 @look_at("what weight_version returns while an update is open, and whether a commit returns after the switch")
 async def answers_name_what_is_served(subject: EndpointSubject) -> None:
-    """weight_version reports paused, then updating, and to which version; the commit returns ready, version and run."""
+    """weight_version reports paused, then updating, and the version of the update; the commit returns ready, the
+    version and the run."""
     publisher, other, endpoint = subject.publisher, subject.reference.with_final_norm(-1.0, "B"), subject.endpoint
     before = await endpoint.weight_version()
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)

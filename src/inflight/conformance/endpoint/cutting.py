@@ -9,7 +9,8 @@ from inflight.wire import Box, Sharding, TensorSpec
 
 
 def cut_tensors(specs: Sequence[TensorSpec], num_senders: int) -> list[Sharding]:
-    """Return a sharding for each tensor, using each way of cutting in turn. In some, a sender has nothing to send."""
+    """Return a sharding for each tensor, using each way of cutting in turn. In some cuts, a sender has nothing to
+    send."""
     return [
         Sharding(senders=tuple(map(tuple, _WAYS[i % len(_WAYS)](spec.shape, num_senders, i))))
         for i, spec in enumerate(specs)
@@ -17,7 +18,8 @@ def cut_tensors(specs: Sequence[TensorSpec], num_senders: int) -> list[Sharding]
 
 
 def halve_tensors(specs: Sequence[TensorSpec], *, swapped: bool) -> list[Sharding]:
-    """Return a sharding for each tensor: two senders send equal halves; the second sends tensors that cannot be halved.
+    """Return a sharding for each tensor: two senders send equal halves; the second one sends tensors that have no
+    halves.
 
     ``swapped`` exchanges the halves.
     """
@@ -56,7 +58,8 @@ _WAYS: tuple[Callable[[tuple[int, ...], int, int], list[list[Box]]], ...] = (
 
 
 def _along(dim: int, shape: tuple[int, ...], num_pieces: int, num_senders: int, index: int) -> list[list[Box]]:
-    """Return the boxes of each sender: pieces that grow along one dimension are assigned to the senders in turn."""
+    """Return the boxes of each sender: pieces of growing size along one dimension are assigned to the senders in
+    turn."""
     if not shape:
         return _by_one(shape, num_senders, index)
     total, whole = num_pieces * (num_pieces + 1), _whole(shape)

@@ -1,8 +1,8 @@
-"""Small experiments that run after a check of logprobs has failed, to separate the model's computation from the rest.
+"""Small experiments that run after a check of logprobs has failed and show whether the model's computation is at fault.
 
 A fault in an attention window, at the edge of a chunk, in a position or in rounding makes checks of caches, pages,
-labels or ids fail. Prompts that were never sent before, under the checkpoint's weights, show such a fault without
-involving any of those.
+labels or ids fail. With the checkpoint's weights, prompts that were never sent before show such a fault without
+involving any of these.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _EDGE = "an edge of chunks or of a kernel's blocks, not a page, cache, label or 
 async def diagnose(subject: EndpointSubject) -> str:
     """Return what the experiments show about the endpoint, which must serve the checkpoint's weights.
 
-    No experiment begins after `_LIMIT_S` seconds; a slow endpoint has more time.
+    No experiment begins after `_LIMIT_S` seconds; slow endpoints get more time.
     """
     longest, ends = subject.context_len - 1, time.monotonic() + _LIMIT_S * SLOWNESS.get()
     asked: dict[int, Asked] = {}
@@ -69,7 +69,7 @@ async def diagnose(subject: EndpointSubject) -> str:
 
 
 async def _of_decoded(subject: EndpointSubject) -> str:
-    """Return what is wrong with tokens that are sampled one after another; nothing if they are right."""
+    """Return what is wrong with tokens that are sampled one after another, or an empty string if they are right."""
     num_tokens = min(_NUM_DECODED, subject.context_len // 2)
     request, completion = await _ask_unseen(subject, num_tokens // 6, num_tokens)
     if subject.gap(subject.reference.weights, request, completion) <= subject.tolerance:
@@ -91,7 +91,7 @@ async def _ask_unseen(subject: EndpointSubject, length: int, num_tokens: int = 1
 
 
 async def _last_right(subject: EndpointSubject, right: int, wrong: int) -> int:
-    """Return the length, between these two, of the longest prompts after which a token is still right."""
+    """Return the greatest prompt length, from ``right`` up to below ``wrong``, after which a token is still right."""
     while wrong - right > 1:
         middle = (right + wrong) // 2
         is_right = subject.gap(subject.reference.weights, *await _ask_unseen(subject, middle)) <= subject.tolerance
@@ -100,7 +100,7 @@ async def _last_right(subject: EndpointSubject, right: int, wrong: int) -> int:
 
 
 def _rounding(subject: EndpointSubject, asked: Sequence[Asked], largest: float) -> str | None:
-    """Return the dtype in which transformers' own logprobs are as far away as the endpoint's, if there is one."""
+    """Return the dtype, if any, in which transformers' own logprobs deviate as much as the endpoint's."""
     for dtype in ("bfloat16", "float16"):
         rounded = 0.0
         for request, completion in asked:

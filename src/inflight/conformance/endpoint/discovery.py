@@ -71,7 +71,7 @@ async def vocabulary(subject: EndpointSubject) -> None:
     "E-03", deadline_s=60, look_at="off-by-one in the longest sequence: does the engine reserve a position for itself?"
 )
 async def context_length(subject: EndpointSubject) -> None:
-    """A prompt and max_tokens that fill the reported max_model_len are served, with the right logprobs up to the last
+    """A prompt and max_tokens that fill the reported max_model_len are served, with correct logprobs up to the last
     token, and one more token is refused.
 
     Where such a prompt would take minutes, a shorter one is served.
@@ -227,7 +227,7 @@ async def state_at_rest(subject: EndpointSubject) -> None:
 @check("E-08", deadline_s=60)
 @look_at("the queue in front of the engine: it must neither refuse requests nor run more sequences than are reported")
 async def more_than_fit(subject: EndpointSubject) -> None:
-    """Sequences beyond max_concurrent_sequences wait for their turn, and all of them are answered in full."""
+    """Sequences beyond max_concurrent_sequences wait for their turn, and all of them are completed in full."""
     reported, num_tokens = subject.capabilities.max_concurrent_sequences, 24
     wanted = reported + max(8, reported // 4)
     num_each = min(_MOST_COMPLETIONS, -(-wanted // _NUM_REQUESTS))

@@ -26,12 +26,12 @@ _COPIES = 8
 """Copies of each recorded completion, so that they outnumber the few that run alongside a request."""
 _NUM_DRAWS, _DRAWS_PER_REQUEST = 1024, 64
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
-"""A slow endpoint may stop at this many draws, after this long."""
+"""A slow endpoint may stop after this many draws once this many seconds have passed."""
 _TOKENS = 4
 _COUNTED = 48
-"""Tokens of the completions whose drafts are counted."""
+"""Number of tokens of the completions whose drafts are counted."""
 _SCORED = 64
-"""Completions of each kind whose logprobs are compared."""
+"""Number of completions of each kind whose logprobs are compared."""
 
 
 @check("E-70", "model drafts", deadline_s=90)

@@ -1,4 +1,5 @@
-"""Level weights: updates that send fewer bytes, with frozen tensors, rounded ones, or deltas to kept weights."""
+"""Level weights: updates that send fewer bytes: with frozen or rounded tensors, or as deltas to weights that the
+endpoint kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level tokens: how completions end: at a stop token, a stop string, the end of the sequence, or their length limit."""
+"""Level tokens: what ends a completion: a stop token, a stop string, an end-of-sequence token, or its length limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENDS_S = 15.0
 _DEFAULT_TOKENS = 40
 """More tokens than the default of max_tokens in any engine; OpenAI's default is 16."""
 _NUM_COMPARED = 6
-"""Completions with an end of sequence whose logprobs are compared."""
+"""Number of completions with an end-of-sequence token whose logprobs are compared."""
 _MOST_SEEDS = 40
 """Number of completions that are searched for a place to stop at."""
 
@@ -30,7 +30,7 @@ _MOST_SEEDS = 40
 @check("E-19", deadline_s=60, look_at="whether the engine drops the stop token from its output")
 async def stop_token_ids(subject: EndpointSubject) -> None:
     """A completion ends at the first of its stop_token_ids, which is listed with its logprob, and the finish reason is
-    stop; the same token in the prompt ends nothing."""
+    stop; the same token in the prompt does not end it."""
     num_stopped = 0
     for seed in range(_NUM_CASES):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
@@ -46,8 +46,8 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
 @check("E-20", "model", deadline_s=60)
 @look_at("whether tokens are cut with the text, and whether the text is searched after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
-    """A completion ends at the token that completes a stop string, which is listed with its logprob, and the finish
-    reason is stop; the text of the prompt completes none, neither alone nor with the first tokens."""
+    """A completion ends at the token that completes a stop string. That token is listed with its logprob, and the
+    finish reason is stop. A stop string that lies in the prompt, or begins there, ends nothing."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
@@ -91,7 +91,7 @@ async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> N
 
 
 def _completing(tokenizer: Any, stop: str, completion: Completion) -> list[int]:
-    """Return the tokens of a completion up to which its text contains a stop string."""
+    """Return the indices of those tokens of a completion up to which its text contains a stop string."""
     ids = completion.token_ids
     return [i for i in range(len(ids)) if stop in tokenizer.decode(list(ids[: i + 1]))]
 
@@ -100,7 +100,7 @@ def _completing(tokenizer: Any, stop: str, completion: Completion) -> list[int]:
 @look_at("which ids end a sequence (all those of the generation config), and whether the last token is dropped")
 async def finish_reasons(subject: EndpointSubject) -> None:
     """An end-of-sequence token is listed with its logprob and ends its completion with stop, unless ignore_eos is set
-    and it is none of the stop_token_ids; length means exactly max_tokens."""
+    and the token is not among the stop_token_ids; length means exactly max_tokens."""
     prompt, temperature, likelihood = prompt_near_the_end(subject)
     ends_of = subject.reference.eos_token_ids
     num_tokens, num_met, num_passed, num_rounds = 32, 0, 0, 0
@@ -162,7 +162,8 @@ async def _require_no_default(subject: EndpointSubject) -> None:
 
 
 def _require_ended(completion: Completion, ends: Sequence[int], num_tokens: int, what: str) -> bool:
-    """Require that a completion ended at the first of ``ends``, or at its length limit; return whether it has ``ends``.
+    """Require that a completion ended at the first of ``ends``, or at its length limit; return whether it contains any
+    of ``ends``.
 
     If both happen at the same token, the contract does not specify which of them is the reason.
     """
@@ -188,7 +189,7 @@ def _require_most_stopped(subject: EndpointSubject, num_stopped: int, num_cases:
 
 
 def text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
-    """Return the text of two adjacent tokens, if it occurs no earlier in the completion; None without such tokens."""
+    """Return a text of two adjacent tokens that does not occur earlier in the completion, or None if there is none."""
     special = set(tokenizer.all_special_ids)
     for i in range(3, len(token_ids) - 1):
         if special & set(token_ids[: i + 2]):
@@ -203,7 +204,7 @@ def text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
 
 
 def prompt_near_the_end(subject: EndpointSubject) -> tuple[tuple[int, ...], float, float]:
-    """Return a prompt, a temperature, and the large probability that the next token then ends the sequence."""
+    """Return a prompt, a temperature, and the probability, a large one, that the next token then ends the sequence."""
     ids = sorted(subject.reference.eos_token_ids & set(range(subject.capabilities.vocab_size)))
     if not ids:
         skip("the checkpoint names no token that ends a sequence")

@@ -47,7 +47,8 @@ class FailingEngine(PausableEngine):
 
 
 async def install_failing_engine(endpoint: InferenceEndpoint) -> FailingEngine | None:
-    """Put a `FailingEngine` in front of the engine of an endpoint in this process; return it, or None elsewhere."""
+    """Put a `FailingEngine` in front of the engine of an endpoint in this process; return it, or None for other
+    endpoints."""
     if not isinstance(endpoint, ReceivingEndpoint):
         return None
     receiver = await endpoint.receiver()

@@ -35,7 +35,8 @@ _DEADLINES = "whether the message's timeout is passed to the collective, and whe
 
 @check("U-40", "updates", deadline_s=30, look_at=_DEADLINES)
 async def sender_never_joins(subject: EndpointSubject) -> None:
-    """If the group is not formed, init_process_group raises TransferError in time, and the endpoint keeps serving."""
+    """If the group is not formed, init_process_group raises TransferError within its timeout, and the endpoint keeps
+    serving."""
     absent = subject.publisher.open_group(_SHORT_S)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # and does not listen
@@ -75,8 +76,9 @@ async def slow_sender(subject: EndpointSubject) -> None:
 @check("U-48", "updates", deadline_s=60)
 @look_at("whether buckets are staged separately from the model, and what staging leaves for the next update")
 async def torn_update(subject: EndpointSubject) -> None:
-    """An update that ends after some of its buckets arrived leaves no trace: exactly the old weights, or POISONED; and
-    of an update of any kind that ends after all of them did, nothing comes with the next one."""
+    """An update that ends after some of its buckets have arrived leaves no trace: the endpoint serves exactly the old
+    weights, or is POISONED. If an update of any kind ends after all of its buckets have arrived, the next update
+    applies nothing from it."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     running, is_poisoned = subject.start(2, 32), False
     for ending in ("an abort", "its lease"):

@@ -16,7 +16,8 @@ from inflight.wire import SamplingParams
 def logprob_bounds(
     logits_TV: torch.Tensor, sampling: SamplingParams, tolerance: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two float64 [T, V]: the smallest and the largest logprob of each token, -inf where the token is dropped.
+    """Return two float64 tensors [T, V]: the smallest and the largest logprob of each token, -inf where the token is
+    dropped.
 
     ``tolerance`` is the largest error of a logit before it is divided by the temperature.
     """
@@ -32,7 +33,7 @@ def logprob_bounds(
 
 
 def _kept(logits_V: torch.Tensor, sampling: SamplingParams, error: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two bool [V]: the tokens that every engine keeps, and those that some engine keeps.
+    """Return two bool tensors [V]: the tokens that every engine keeps, and those that some engine keeps.
 
     Logits with an error of up to ``error`` may swap ranks if they differ by less than twice that.
     """

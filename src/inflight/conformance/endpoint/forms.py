@@ -18,8 +18,8 @@ LEVEL = "tokens"
 @check("E-23", "chat", deadline_s=40)
 @look_at("whether prompt_token_ids are the ids that were used, and whether chat has its own sampling defaults")
 async def chat_is_generate(subject: EndpointSubject) -> None:
-    """A chat completion carries the tokens that generate returns for the ids that it was rendered to, and its text is
-    their decoding."""
+    """A chat completion carries the tokens that generate returns for the token ids of the rendered chat, and its text
+    is what these tokens decode to."""
     drawn = {"temperature": 0.9, "top_p": 0.95, **subject.repeatable(3)}
     request = subject.chat_request(n=4, max_tokens=24, logprobs=True, **drawn)
     chat = await subject.endpoint.chat_completion(request)
@@ -48,8 +48,8 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
 @check("E-24", "streaming", deadline_s=40)
 @look_at("whether a chunk repeats or skips tokens, and what is sent when a completion ends")
 async def stream_is_generate(subject: EndpointSubject) -> None:
-    """A stream carries what generate returns in contiguous chunks, the token included at which it ends, and the finish
-    reason only in the last one."""
+    """A stream carries what generate returns in contiguous chunks, including the token that ends the completion; only
+    the last chunk has the finish reason."""
     same = subject.repeatable(7)
     whole = await subject.endpoint.generate(subject.request(n=4, max_tokens=24, **same))
     streamed = await _streamed(subject, subject.prompt(), 4, max_tokens=24, **same)
@@ -75,7 +75,7 @@ async def stream_is_generate(subject: EndpointSubject) -> None:
 
 
 async def _streamed(subject: EndpointSubject, prompt: Sequence[int], n: int, **sampling: Any) -> list[Completion]:
-    """Return the completions of a stream, whose chunks must be contiguous and of this request."""
+    """Return the completions of a stream; require that its chunks are contiguous and belong to the request."""
     request = subject.request(prompt, n=n, stream=True, **sampling)
     chunks = [chunk async for chunk in subject.streaming.generate_stream(request)]
     wrong = {chunk.request_id for chunk in chunks} - {request.request_id}
@@ -166,7 +166,8 @@ def _choices(chat: ChatCompletion) -> list[Completion]:
 
 
 def _chunks(events: Iterable[ChatCompletionChunk], index: int) -> list[CompletionChunk]:
-    """Return one choice of a chat stream as chunks. Chat has no ``start``; it follows from the preceding tokens."""
+    """Return one choice of a chat stream as chunks. Chat chunks have no ``start``; it is computed from the preceding
+    tokens."""
     chunks: list[CompletionChunk] = []
     start = 0
     for event, choice in ((e, c) for e in events for c in e.choices if c.index == index):

@@ -145,7 +145,7 @@ async def malformed_bodies(subject: EndpointSubject) -> None:
 @check("E-53", "url", deadline_s=60)
 @look_at("whether the length is counted while a body is received, even if the request does not specify its length")
 async def long_body(subject: EndpointSubject) -> None:
-    """Bodies are bounded: one of 80 MB is refused, or its connection is closed."""
+    """The size of a body is limited: one of 80 MB is refused, or its connection is closed."""
     good = subject.request().model_dump_json().encode()
     piece = b" " * _PIECE_BYTES
     framed = f"{len(piece):x}\r\n".encode() + piece + b"\r\n"

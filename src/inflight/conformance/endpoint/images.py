@@ -49,9 +49,9 @@ class _Seeing:
         return [response.completions[0] for response in responses]
 
     def gap(self, weights: ReferenceWeights, request: GenerateRequest, completion: Completion) -> float:
-        """Return how much logprobs differ before any sampled placeholder.
+        """Return the largest difference between logprobs before the first sampled placeholder.
 
-        Transformers would treat the placeholder as an image.
+        Transformers would treat that placeholder as an image.
         """
         ids, placeholder = completion.token_ids, self.images.placeholder_id
         tokens = ids[: ids.index(placeholder)] if placeholder in ids else ids
@@ -63,14 +63,14 @@ class _Seeing:
 
 
 _NONE: dict[Path, str] = {}
-"""Why there is no endpoint with images, by the directory of a run of the kit."""
+"""Why no endpoint that accepts images could be opened, by the directory of a run of the kit."""
 
 
 async def _open_seeing(subject: EndpointSubject) -> _Seeing:
     """Return an endpoint of the same kind that serves the kit's model with images; skip the check if there is none.
 
-    Unless the endpoint under check supports images, whatever goes wrong here shows only that there is none, and it is
-    not tried again: a server may take a minute to fail.
+    If the endpoint under check does not support images, an error here only means that there is no such endpoint. The
+    attempt is then not repeated, because a server may take a minute to fail.
     """
     if reason := _NONE.get(subject.directory):
         skip(reason)

@@ -33,10 +33,8 @@ _RESTORE_S = 15.0
 
 
 class JudgedEndpoint(Subject):
-    """Opens the target's endpoint and runs checks on it, in this process. Errors of opening propagate.
-
-    ``is_suspect`` states that an earlier check, in another process, may have harmed the endpoint.
-    """
+    """Opens the target's endpoint and runs checks on it, in this process. Errors raised while opening it propagate.
+    ``is_suspect`` indicates that an earlier check, in another process, may have harmed the endpoint."""
 
     def __init__(
         self, target: EndpointTarget, directory: Path, start_deadline_s: float, *, is_suspect: bool = False

@@ -1,8 +1,9 @@
-"""Every kind of update that an endpoint supports: what must hold after an update must hold after each kind.
+"""Every kind of update that an endpoint supports: what must hold after an update must hold after an update of each
+kind.
 
-Updates other than LoRAs change the tensors of layers except those of queries, which keep the checkpoint's values, so a
-partial update may freeze them at any time. LoRAs do change queries, and a partial update must remove that change. Every
-kind changes keys and values.
+Updates other than LoRAs change the tensors of all layers except the query projections. These keep the checkpoint's
+values, so a partial update may freeze them at any time. LoRAs do change query projections, and a partial update must
+remove that change. Every kind changes keys and values.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ class UpdateChain:
         return self._senders[num_senders]
 
     def _weights(self, label: str) -> ReferenceWeights:
-        """Return weights that no update of this chain has used, with keys and values that differ from all of theirs."""
+        """Return new weights, whose keys and values differ from those of all weights that this chain has used."""
         self._num_sent += 1
         reference = self._subject.reference
         changed = reference.perturbed(label, seed=100 + self._num_sent).tensors

@@ -28,9 +28,10 @@ _TIMEOUTS = {"control_timeout_s": 10.0, "generate_timeout_s": 60.0}
 
 @dataclass(frozen=True, slots=True)
 class OpenedEndpoint:
-    """An endpoint that answers: with ``url`` and ``token`` if it speaks HTTP, with ``process`` if the kit started it.
+    """An endpoint that responds.
 
-    ``connect`` creates another client of the same server, which shares no state with ``endpoint``; None if impossible.
+    It has ``url`` and ``token`` if it speaks HTTP, and ``process`` if the kit started it. ``connect`` creates another
+    client of the same server that shares no state with ``endpoint``; it is None if that is impossible.
     """
 
     endpoint: InferenceEndpoint

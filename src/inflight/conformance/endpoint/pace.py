@@ -23,7 +23,7 @@ _SHORTEST = 256
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Seconds per token of one request alone; 0 if they could not be measured."""
+    """Seconds per token of a request that runs alone; 0 if they could not be measured."""
 
     token_s: float = 0.0
     prompt_token_s: float = 0.0
@@ -37,7 +37,8 @@ class Pace:
         return max(1.0, of_tokens, self.update_bytes / _USUAL_UPDATE_BYTES)
 
     def context_len(self, max_model_len: int) -> int:
-        """Return how many tokens of the context are used by a check that samples to the end of the context."""
+        """Return the length to which checks sample: ``max_model_len``, or less if filling the context takes too
+        long."""
         if not self.token_s:
             return max_model_len
         return min(max_model_len, max(_SHORTEST, int(_LONG_S / self.token_s)))
@@ -47,7 +48,7 @@ class Pace:
         return max(_SHORTEST, int(seconds / self.prompt_token_s)) if self.prompt_token_s else sys.maxsize
 
     def allows_prompt(self, num_tokens: int) -> bool:
-        """Return whether a prompt of this length is computed soon enough. Attention makes long prompts even slower."""
+        """Return whether a prompt of this length is computed in time. Attention makes long prompts even slower."""
         return num_tokens * self.prompt_token_s <= _PROMPT_S
 
 

@@ -23,7 +23,7 @@ from inflight.wire import check_spans as spans_cover
 
 LEVEL = "partials"
 _NUM_TOKENS = 600
-"""Number of tokens requested of a request that is aborted: more than it has sampled by then."""
+"""Number of tokens that a request asks for before it is aborted: more than it has sampled by then."""
 _SEED = 67
 """Seed that only this request uses: an engine with drafts could otherwise repeat an earlier request in a few steps."""
 _SAMPLED = 64
@@ -32,15 +32,16 @@ _NUM_LATE = 8
 """How many of these may be missing: an engine drops the outcome of the steps that are in flight at the abort."""
 _NUM_TRIES = 4
 _MEANWHILE = 12
-"""Number of tokens sampled in the meantime where an update has to happen between tokens."""
+"""Number of tokens of the request that is sampled to let time pass, so that an update falls between tokens."""
 _REPORTED_S = 1.0
 """Time for num_running to change, which an engine may update only occasionally."""
 _MAX_SLOTS = 256
 _LIMIT_S = 20.0
 _WHOLE_S = 60.0
-"""Time for a whole request of `_NUM_TOKENS`, on any engine."""
+"""Time limit for a whole request of `_NUM_TOKENS`, on any engine."""
 _LEAST_S, _TIMES_SLOWER = 2.0, 5.0
-"""Limits of one more request next to those that fill the endpoint: in seconds, and relative to before."""
+"""Time limit for another request next to those that fill the endpoint: this many seconds, plus this many times what it
+took before any request was aborted."""
 
 
 @check("E-67", "partial_rollouts updates", deadline_s=60)
@@ -50,7 +51,7 @@ _LEAST_S, _TIMES_SLOWER = 2.0, 5.0
 )
 async def continues_under_new_weights(subject: EndpointSubject) -> None:
     """A request that is aborted returns the tokens that it has, with their logprobs, and can be continued after an
-    update: the continuation is sampled from the new weights, with keys and values that they computed."""
+    update: the continuation is sampled from the new weights, which also compute its keys and values."""
     _require_two_slots(subject)
     if subject.capabilities.streaming:
         await _abort_a_stream(subject)
@@ -102,8 +103,8 @@ async def _abort_a_stream(subject: EndpointSubject) -> None:
 @check("E-68", "partial_rollouts updates spans", deadline_s=90)
 @look_at("whether the labels and logprobs of a request that is aborted are those recorded at each token")
 async def spans_of_both_parts(subject: EndpointSubject) -> None:
-    """Each part of a request that was aborted and continued names the version that sampled each token, and has the
-    logprobs of that version, whether weights change within a part or between the parts."""
+    """In each part of a request that was aborted and continued, every token names the version that sampled it and has
+    that version's logprob, whether weights change within a part or between the parts."""
     _require_two_slots(subject)
     for policy in subject.pausing_policies():
         for _ in range(_NUM_TRIES):  # on a busy machine, an update may come before a part has begun
@@ -136,8 +137,8 @@ async def spans_of_both_parts(subject: EndpointSubject) -> None:
     "reached it yet, end too"
 )
 async def only_those_requests_end(subject: EndpointSubject) -> None:
-    """Once abort_requests has returned, nothing of these requests runs; completions that waited end without a token,
-    other requests continue, and ids that are not running are ignored."""
+    """Once abort_requests has returned, no part of these requests is running; completions that were waiting end without
+    a token, other requests continue, and ids that are not running are ignored."""
     num_slots = subject.capabilities.max_concurrent_sequences
     _require_two_slots(subject)
     if num_slots > _MAX_SLOTS:
@@ -184,7 +185,8 @@ def _named(request: GenerateRequest, *others: str) -> AbortRequests:
 async def _end(
     subject: EndpointSubject, request: GenerateRequest, answer: asyncio.Task[GenerateResponse], *others: str
 ) -> GenerateResponse:
-    """Abort a request, and ``others`` that do not run; return its answer, which must arrive at once."""
+    """Abort a request, and ``others``, which are not running; return the request's answer, which must arrive at
+    once."""
     await within(_LIMIT_S, subject.aborting.abort_requests(_named(request, *others)), "abort_requests")
     response = await within(SLACK_S, answer, "a request that was aborted")
     for completion in response.completions:

@@ -1,4 +1,5 @@
-"""Level control: how a pause treats running requests and requests that arrive during it, and drains that time out."""
+"""Level control: how a pause treats running requests and requests that arrive during it, and what happens if a drain
+times out."""
 
 from __future__ import annotations
 
@@ -81,7 +82,8 @@ async def _watch_without_streams(subject: EndpointSubject, policy: InFlightPolic
 
 
 async def _start_streams(subject: EndpointSubject, num: int) -> tuple[list[int], list[asyncio.Task[None]]]:
-    """Start streams to the end of the context; once all run, return the number of tokens received from each."""
+    """Start streams that fill the context; once all are running, return their token counts, which grow, and their
+    tasks."""
     num = min(num, subject.capabilities.max_concurrent_sequences)
     counts = [0] * num
 
@@ -111,7 +113,7 @@ async def paused_requests_finish(subject: EndpointSubject) -> None:
 
 
 async def _pause_and_end(subject: EndpointSubject, policy: InFlightPolicy, ending: str, num_tokens: int) -> int:
-    """Pause running requests and require that they finish completely; return how many were running under the pause."""
+    """Pause running requests and require that they finish completely; return how many were running during the pause."""
     running = await subject.start_running(4, max_tokens=num_tokens)
     update = await subject.publisher.request(subject.reference.weights, in_flight=policy)
     num_paused = sum(not task.done() for _, task in running)
@@ -121,7 +123,7 @@ async def _pause_and_end(subject: EndpointSubject, policy: InFlightPolicy, endin
 
 
 async def _end(subject: EndpointSubject, update: WeightUpdate, weights: ReferenceWeights, ending: str) -> None:
-    """End a pause by an abort, or by a commit of these weights."""
+    """End a pause with an abort, or with a commit of these weights."""
     if ending == "an abort":
         await subject.publisher.abort(update)
     else:

@@ -31,7 +31,8 @@ _GROUP_S = 10.0
 @check("U-42", "updates", deadline_s=60)
 @look_at("whether the endpoint needs the group's store, or its rank 0, for anything but a transfer")
 async def publisher_killed_during_a_pause(subject: EndpointSubject) -> None:
-    """When the publisher's process dies during a pause, the lease ends it and the old weights stay in service."""
+    """When the publisher's process dies during a pause, the pause ends with its lease and the old weights stay in
+    service."""
     sender: DoomedSender = await subject.enter(start_doomed_sender())
     update = await _begin(subject, sender, num_buckets=0, lease_s=_LEASE_S)
     await subject.endpoint.request_weight_update(update)
@@ -65,7 +66,7 @@ async def publisher_lost_in_a_bucket(subject: EndpointSubject) -> None:
 
 
 async def _begin(subject: EndpointSubject, sender: DoomedSender, *, num_buckets: int, lease_s: float) -> WeightUpdate:
-    """Join the endpoint and the process in a group; return the update of several buckets that the process sends."""
+    """Let the endpoint and the process join a group; return the update, in several buckets, that the process sends."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     update = publisher.announcement(other, bucket_bytes=other.size_bytes // 2, lease_s=lease_s)
     publisher.lose_group()
@@ -108,8 +109,8 @@ async def server_killed(subject: EndpointSubject) -> None:
     "whether the lease uses a clock that continues while the process is stopped, and expires on the first late look"
 )
 async def server_stopped(subject: EndpointSubject) -> None:
-    """While the server's process is stopped, calls end with DeadlineError, and a lease that ends meanwhile has expired
-    when the process continues."""
+    """While the server's process is stopped, calls to it end with DeadlineError; a lease that runs out meanwhile has
+    expired by the time the process continues."""
     process, url = subject.opened.process, subject.opened.url
     assert process is not None
     assert url is not None

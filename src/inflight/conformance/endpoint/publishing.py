@@ -46,7 +46,7 @@ GROUP_TIMEOUT_S = 8.0
 TRANSFER_TIMEOUT_S = 8.0
 DEFAULT_BUCKET_BYTES = 64_000_000
 _DEADLINE_S, _LEASE_S = 10.0, 20.0
-"""Buckets of an update, where a check does not need a different number."""
+"""Deadline and lease of an update, unless a check needs different ones."""
 
 
 class SteppedPublisher:
@@ -101,11 +101,11 @@ class SteppedPublisher:
         skip(f"the kit can send over gloo, and over nccl where torch sees two GPUs; the endpoint supports {supported}")
 
     async def form_group(self, timeout_s: float = GROUP_TIMEOUT_S) -> None:
-        """Join the senders and the endpoint in a new group."""
+        """Open a new group and let the senders and the endpoint join it."""
         await self.join_group(self.open_group(timeout_s))
 
     async def join_group(self, spec: TransportSpec) -> None:
-        """Join the senders and the endpoint in the most recently opened group."""
+        """Let the senders and the endpoint join the most recently opened group."""
 
         def join() -> None:
             for sender in self.senders:
@@ -240,7 +240,8 @@ class SteppedPublisher:
         base: ReferenceWeights | None = None,
         delay_s: float = 0.0,
     ) -> None:
-        """Send one bucket, ``delay_s`` after the endpoint was asked to receive it: `encoded` if the update is."""
+        """Send one bucket, ``delay_s`` after the endpoint was asked to receive it; the bucket is `encoded` if the
+        update is."""
         if update.manifest.shardings:
             parts = [self.part(update, weights, index, i, base) for i in range(self._num_senders)]
             return await self.send_parts(update, parts)
@@ -314,12 +315,12 @@ class SteppedPublisher:
 
 
 def specs_of(weights: ReferenceWeights) -> list[TensorSpec]:
-    """Return the specs with which these tensors travel."""
+    """Return the specs with which these tensors are sent."""
     return [tensor_spec(name, tensor, wire_dtype=None) for name, tensor in weights.tensors.items()]
 
 
 def delta_of(new: torch.Tensor, old: torch.Tensor, specs: Sequence[TensorSpec]) -> torch.Tensor:
-    """Return the delta payload with which the ``old`` bytes of these tensors become the ``new`` ones."""
+    """Return the delta payload that turns the ``old`` bytes of these tensors into the ``new`` ones."""
     patch = find_changes(new, old, element_runs(specs), max_share=1.0)
     assert patch is not None  # no share is too large
     return encode_delta(patch)

@@ -25,7 +25,7 @@ _NUM_PAUSES = 3
 _NUM_ROUNDS = 6
 _MANY_PAUSES = 20
 _SHORT = 8
-"""Tokens of a request that ends soon."""
+"""Number of tokens of a request that ends soon."""
 _ORDER = (
     "whether calls from several connections go through one queue, and whether state is checked again after each wait"
 )
@@ -33,7 +33,7 @@ _ORDER = (
 
 @check("U-53", "updates", deadline_s=60, look_at=_ORDER)
 async def pauses_under_admission(subject: EndpointSubject) -> None:
-    """A pause is complete and loses no request while requests are admitted and finish all the time."""
+    """A pause is complete and loses no request even while requests are constantly being admitted and finishing."""
     ended_at: list[float] = []
     num_wanted = 0
     over = asyncio.Event()

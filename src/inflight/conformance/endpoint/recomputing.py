@@ -16,9 +16,9 @@ from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 LEVEL = "caches"
 _MANY = 32
 _NUM_TOKENS = 160
-"""Tokens of each of many running requests, enough for each to be still running when the update arrives."""
+"""Number of tokens of each of many running requests: enough for each to be still running when the update arrives."""
 _PREFILLED, _PREFILLED_LENGTH, _TOKENS_BEHIND = 8, 1500, 6
-"""Number of requests whose prompts take an engine many steps, length of those prompts, and tokens asked for."""
+"""Requests whose prompts take an engine many steps: their number, the length of their prompts, and their max_tokens."""
 _PREFILLED_S = 4.0
 """Seconds that the prompts of these requests may take in total; slow endpoints receive shorter prompts."""
 _SHARES = (0.15, 0.35, 0.55, 0.75)
@@ -30,8 +30,8 @@ _FALSE_ALARM = 1e-6
 @check("U-35", "updates recompute spans", deadline_s=60)
 @look_at("an incomplete list of running requests, and chunks of prompts that were prefilled before the pause")
 async def everything_recomputed(subject: EndpointSubject) -> None:
-    """Under recompute, every running request is computed again, however many run, and a request whose prompt is being
-    prefilled when the update arrives keeps nothing of the old weights either."""
+    """Under recompute, every running request is recomputed, however many run, and a request whose prompt is being
+    prefilled when the update arrives keeps nothing that the old weights computed either."""
     reference, publisher = subject.reference, subject.publisher
     other = reference.perturbed("B")
     largest, num_tokens = 0.0, 0
@@ -120,7 +120,10 @@ async def random_numbers_continue(subject: EndpointSubject) -> None:
 async def _drawn_across_an_update(
     subject: EndpointSubject, policy: InFlightPolicy, weights: ReferenceWeights
 ) -> list[Completion]:
-    """Return completions with enough tokens before and after an update. The update is moved if there are too few."""
+    """Return completions with enough tokens before and after an update.
+
+    If one has too few, another attempt is made with an earlier or later update, or with longer requests.
+    """
     few = 2 * _run_length(subject)
     delay_s, num_tokens = 0.05, min(_NUM_DRAWS, 16 * few)
     for _ in range(_TRIES):
@@ -145,7 +148,7 @@ async def _drawn_across_an_update(
 
 
 def _run_length(subject: EndpointSubject) -> int:
-    """Return the length of a run of tokens that occurs twice by chance in only one of a million checks."""
+    """Return the length at which a run of tokens occurs twice by chance in only one of a million checks."""
     num_pairs = (_NUMBERS * subject.capabilities.max_model_len) ** 2 / 2
     return math.ceil(math.log(num_pairs / _FALSE_ALARM) / math.log(subject.capabilities.vocab_size))
 

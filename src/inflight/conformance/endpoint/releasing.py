@@ -1,4 +1,4 @@
-"""Level memory: releasing and restoring the memory of weights, keys and values."""
+"""Level memory: releasing and restoring the memory of the weights and of cached keys and values."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MOVE_S = 60.0
 @check("E-64")
 @look_at("whether release_memory counts running and waiting requests atomically, so that none can arrive in between")
 async def refused_while_busy(subject: EndpointSubject) -> None:
-    """Memory is not released while requests run or wait, nor where that is not supported: the call is refused and
-    disturbs nothing."""
+    """Memory is not released while requests run or wait, or where releasing it is not supported: the call is refused
+    and disturbs nothing."""
     endpoint = subject.endpoint
     if not subject.capabilities.releases_memory:
         if isinstance(endpoint, ReleasingEndpoint):
@@ -69,8 +69,8 @@ async def refuses_while_released(subject: EndpointSubject) -> None:
 @check("E-66", "releases_memory updates", deadline_s=120)
 @look_at("whether the last published weights are kept, and whether cached prefixes are dropped")
 async def same_after_restore(subject: EndpointSubject) -> None:
-    """Once memory is restored, tokens and logprobs are the same as before, from the weights that were published last,
-    and updates work as before; a repeated restore changes nothing."""
+    """Once memory is restored, the weights that were published last give the same tokens and logprobs as before, and
+    updates work as before; a repeated restore changes nothing."""
     publisher, reference = subject.publisher, subject.reference
     published = reference.perturbed("B")
     await publisher.publish(published)

@@ -22,7 +22,7 @@ from inflight.wire import Completion, RoutedExperts
 
 LEVEL = "tokens"
 _CHOSEN = 2
-"""Experts per token in a layer of the kit's mixture of experts."""
+"""Number of experts per token in each layer of the kit's mixture of experts."""
 _LENGTHS = ((3, 24), (17, 9), (40, 15))
 """Numbers of tokens of prompts and of their completions."""
 _WRONG = {"float32": 0.002, "float64": 0.002}
@@ -35,7 +35,7 @@ _WRONG = {"float32": 0.002, "float64": 0.002}
     "order of rows where several sequences share a step, and prefixes that were computed by an earlier request"
 )
 async def experts(subject: EndpointSubject) -> None:
-    """Where routed_experts are supported, a completion that was asked for them reports, for each token that went
+    """Where routed_experts are supported, a completion whose request asks for them reports, for each token that went
     through the model, prompt included, the experts that the model's routers choose for it after the same tokens."""
     path = make_tiny_model(subject.directory / "experts", family="qwen3_moe")
     try:

@@ -24,11 +24,12 @@ DRAW_TEMPERATURE = 0.7
 _NUM_DRAWS = 1024
 _DRAWS_PER_REQUEST = 64
 _VARIED = 2.0
-"""A temperature that no engine refuses, at which a model that is sure of its answers hardly repeats 16 tokens."""
+"""A temperature that no engine refuses and at which even a confident model hardly ever samples 16 equal tokens
+twice."""
 _LARGE_VOCABULARY = 10_000
 """Vocabulary size from which a draw's intervals are so narrow that rounding in 16 bits changes most draws."""
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
-"""A slow endpoint may stop at this many draws, after this long."""
+"""A slow endpoint may stop after this many draws once this many seconds have passed."""
 _LEAST_EXPECTED = 5.0
 """Tokens with at least this many expected draws have their own bin in the chi-square test; the others share one."""
 _LEAST_P = 1e-6
@@ -96,7 +97,7 @@ async def draws(subject: EndpointSubject) -> None:
 @look_at("what temperature 0 does to the logits, and whether greedy rows take another code path")
 async def greedy(subject: EndpointSubject) -> None:
     """At temperature 0, whatever filter is asked for, every token is the most likely one, with the log-softmax of the
-    unscaled logits as logprob."""
+    unscaled logits as its logprob."""
     pairs = []
     filters: tuple[dict[str, Any], ...] = ({}, {"top_k": 3}, {"top_p": 0.4}, {"min_p": 0.3})
     for i, sampling in enumerate(filters):
@@ -200,7 +201,7 @@ async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any
 def _differences(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, name: str
 ) -> dict[str, float]:
-    """Return how much logprobs exceed the tolerance of each kind; fail the check if a dropped token was sampled."""
+    """Return by how much logprobs miss the tolerance if they are of each kind; fail if a dropped token was sampled."""
     tokens = completion.token_ids
     logits_TV = subject.reference.logits(subject.reference.weights, request.prompt_token_ids, tokens)
     least_TV, most_TV = logprob_bounds(logits_TV, request.sampling, subject.tolerance)
@@ -217,7 +218,7 @@ def _differences(
 
 
 def _expected(subject: EndpointSubject, prompt: Sequence[int], num_draws: float) -> dict[int, float]:
-    """Return how often this many draws give each token on average, for tokens that have their own bin."""
+    """Return how many of ``num_draws`` draws are expected to give each token that has its own bin."""
     logits_TV = subject.reference.logits(subject.reference.weights, prompt, (0,))
     mean_V = num_draws * distribution(logits_TV, SamplingParams(temperature=DRAW_TEMPERATURE))[0].exp()
     return {token: float(mean_V[token]) for token in (mean_V >= _LEAST_EXPECTED).nonzero()[:, 0].tolist()}

@@ -1,4 +1,5 @@
-"""Level tokens: logprobs of given tokens, which weights computed them, and refusals.
+"""Level tokens: whether logprobs of given tokens are correct, which weights computed them, and which requests are
+refused.
 
 Shape suffixes: N scored tokens, V vocabulary, K alternatives.
 """
@@ -49,8 +50,8 @@ async def scores(subject: EndpointSubject) -> None:
 @check("E-83", "updates scoring", deadline_s=60)
 @look_at("whether cached prefixes, or whole answers, are kept across an update for score requests")
 async def scores_after_an_update(subject: EndpointSubject) -> None:
-    """After an update, of any kind, tokens that were scored or sampled before are scored by the new weights alone, and
-    version spans name them."""
+    """After an update of any kind, tokens that were scored or sampled before are scored by the new weights alone, and
+    version spans name the new version."""
     token_ids, chain = subject.prompt(min(_SEEN, subject.context_len - 1), seed=22), UpdateChain(subject)
     policies, kinds = subject.capabilities.in_flight_policies, supported_kinds(subject)
     for i in range(max(len(kinds), len(policies) + 1)):
@@ -70,8 +71,8 @@ async def scores_after_an_update(subject: EndpointSubject) -> None:
 @check("E-84", "updates scoring", deadline_s=90)
 @look_at("when the version of an answer is read: it must be the one whose weights computed the logits")
 async def scores_during_updates(subject: EndpointSubject) -> None:
-    """While weights change, each score is of the version that its span names, and versions that a client sees never
-    decrease."""
+    """While weights change, each score is that of the version that its span names, and versions that a client sees
+    never decrease."""
     chain, kinds = UpdateChain(subject), supported_kinds(subject)
     policy = subject.pausing_policies()[0]
     is_over = False
@@ -145,7 +146,8 @@ async def no_scores(subject: EndpointSubject) -> None:
 
 
 async def require_right_scores(subject: EndpointSubject, token_ids: Sequence[int], start: int, what: str) -> None:
-    """Require that tokens from ``start`` on are scored by the checkpoint's weights after all tokens before them."""
+    """Require that tokens from ``start`` on have the scores that the checkpoint's weights give them after all tokens
+    before."""
     request = _request(subject, token_ids, start)
     (response,) = await _scored(subject, [request])
     _require_scores(subject, subject.reference.weights, request, response, what)

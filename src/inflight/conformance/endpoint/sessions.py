@@ -1,4 +1,4 @@
-"""Level control: named sessions whose calls are repeated or late, and trainers that are replaced."""
+"""Level control: calls of named sessions that are repeated or late, and trainers that are replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES = "whether run, version and session are remembered for open, served and e
 @check("E-47", "updates", deadline_s=40, look_at=_NAMES)
 async def repeated_calls(subject: EndpointSubject) -> None:
     """A call of a named session may be repeated: a request, a bucket that has arrived, a commit and an abort change
-    nothing the second time and are answered as the first time."""
+    nothing the second time and get the same answer as the first time."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, session_id="first", bucket_bytes=other.size_bytes // 2)

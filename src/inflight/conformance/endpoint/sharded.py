@@ -38,8 +38,8 @@ _ARRIVAL = (
 @check("U-66", "updates sharded", deadline_s=90)
 @look_at("where the boxes of a part lie within a bucket: rows, columns, stripes, whole tensors, and parts without any")
 async def several_senders(subject: EndpointSubject) -> None:
-    """An update of which several senders each send a part leaves the weights that one sender of everything would:
-    whole, partial or of a LoRA, staged or not, under every policy, and over every transport."""
+    """If several senders each send a part of an update, the weights are the same as if one sender had sent everything.
+    This holds for full, partial and LoRA updates, staged or not, under every policy and over every transport."""
     reference, capabilities = subject.reference, subject.capabilities
     turns = [reference.perturbed("B"), reference.weights]
     cases: list[dict[str, Any]] = [{"in_flight": policy} for policy in subject.pausing_policies()]
@@ -160,8 +160,8 @@ def _parts(
 
 @check("U-69", "updates sharded", deadline_s=40, look_at=_ARRIVAL)
 async def damaged_part(subject: EndpointSubject) -> None:
-    """A part whose bytes do not match its checksum, or which another sender sent in its place, raises TransferError,
-    and the old weights stay in service."""
+    """A part whose bytes do not match its checksum, or that another sender sent in its place, raises TransferError, and
+    the old weights stay in service."""
     other = subject.reference.perturbed("B")
     halves = halve_tensors(specs_of(other), swapped=False)
     for what, is_exchanged in (("a damaged part", False), ("two parts of the same shape that were exchanged", True)):
@@ -183,8 +183,8 @@ async def damaged_part(subject: EndpointSubject) -> None:
 @check("U-70", "updates sharded", deadline_s=40)
 @look_at("whether the checksum of a part begins with where the endpoint itself puts it")
 async def misplaced_part(subject: EndpointSubject) -> None:
-    """A part whose sender assigns it to other places than the announced ones raises TransferError, even if its shape
-    and its bytes are right, and the old weights stay in service."""
+    """A part whose sender assigns it to places other than those announced raises TransferError, even if its shape and
+    its bytes are right, and the old weights stay in service."""
     other = subject.reference.perturbed("B")
     halves, swapped = (halve_tensors(specs_of(other), swapped=swapped) for swapped in (False, True))
     publisher = subject.another_publisher(num_senders=2)
@@ -227,7 +227,7 @@ async def gaps_and_overlaps(subject: EndpointSubject) -> None:
 @look_at("whether the number of senders is compared for the group, the update and every bucket")
 async def number_of_parts(subject: EndpointSubject) -> None:
     """A bucket that is offered in more or fewer parts than the update has senders is refused and does not end the
-    update, and an update with another number of senders than its group is refused when it is requested."""
+    update, and an update whose number of senders differs from its group's is refused when it is requested."""
     other = subject.reference.perturbed("B")
     publisher = subject.another_publisher(num_senders=2)
     await publisher.form_group()
@@ -249,8 +249,8 @@ async def number_of_parts(subject: EndpointSubject) -> None:
 @check("U-73", "updates sharded", deadline_s=60)
 @look_at("whether the session is compared for every sender, or only for the first")
 async def older_session(subject: EndpointSubject) -> None:
-    """A part that a sender stored for an earlier session is not taken for the open one: receive_weights raises
-    TransferError within its timeout, and the old weights stay in service."""
+    """A part that a sender stored for an earlier session is not taken for one of the open session: receive_weights
+    raises TransferError within its timeout, and the old weights stay in service."""
     if not (stores := _stores(subject)):
         skip("no transport that stores parts is offered")
     weights, other = subject.reference.weights, subject.reference.perturbed("B")

@@ -23,9 +23,9 @@ _NUM_TOKENS = 4
     "position or a part of them; and which tokens of a finished completion have keys and values (the last one has none)"
 )
 async def shared_blocks(subject: EndpointSubject) -> None:
-    """Keys and values that were computed for one request serve another only where all tokens up to them are the same:
-    whatever blocks or prefixes prompts share, and where a prompt continues a finished completion, logprobs are those of
-    the reference."""
+    """Keys and values computed for one request are used for another only where all tokens up to that position are the
+    same: logprobs are those of the reference, whatever blocks or prefixes prompts share, and also where a prompt
+    continues a finished completion."""
     block = min(_BLOCK, subject.context_len // 4)
     first, second, third = (subject.prompt(block, seed=40 + i) for i in range(3))
     other, middle = subject.prompt(1, seed=50), block // 2 + 5
@@ -62,7 +62,7 @@ async def shared_blocks(subject: EndpointSubject) -> None:
 
 
 async def _second_turns(subject: EndpointSubject, prompt: Sequence[int]) -> None:
-    """Require right logprobs of prompts that continue finished completions, which ended in different ways."""
+    """Require correct logprobs for prompts that continue finished completions, which ended in different ways."""
     same = subject.repeatable(5)
     request = subject.request(prompt, n=2, max_tokens=29, **same)
     completions = list((await subject.endpoint.generate(request)).completions)

@@ -34,7 +34,7 @@ async def sampling_continues(subject: EndpointSubject) -> None:
 
 
 async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, num_tokens: int) -> int:
-    """Update the endpoint to zeros while requests run; return how many of them have tokens of both versions."""
+    """Zero the endpoint's final norm by an update while requests run; return how many have tokens of both versions."""
     zeros = subject.reference.with_final_norm(0.0, "A with its final norm zeroed")
     publisher = subject.publisher
     before = publisher.version
@@ -73,7 +73,10 @@ async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, nu
 def _require_two_weights(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, factors: dict[int, float], what: str
 ) -> None:
-    """Require that spans name only these versions, and that logprobs match: those of the old weights, or -ln V."""
+    """Require that spans name only the versions in ``factors``, and that each token has its version's logprob.
+
+    That is the logprob under the old weights if the version's factor is 1, and -ln V if it is 0.
+    """
     versions = [span.version for span in completion.version_spans for _ in range(span.start, span.end)]
     require(set(versions) <= set(factors), f"spans of {what} name versions {sorted(set(versions))}")
     old, prompt = subject.reference.weights, request.prompt_token_ids

@@ -20,7 +20,7 @@ LEVEL = "stores"
     "written again"
 )
 async def updates_over_stores(subject: EndpointSubject, store: TransportName, event: str) -> None:
-    """An update over {store} arrives, and what is served does not change when {event}."""
+    """An update over {store} arrives, and the served weights do not change when {event}."""
     # Two updates, a third that is stored and aborted, one over another group; then the store is removed.
     publisher = subject.another_publisher(transport=store)
     first, second = subject.reference.perturbed("B"), subject.reference.perturbed("C", seed=2)

@@ -48,10 +48,11 @@ Running = list[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]
 ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 STORES: tuple[TransportName, ...] = ("shm", "file", "http", "ipc")
 TOLERANCES = {"float64": 5e-4, "float32": 5e-4, "float16": 0.05, "bfloat16": 0.25}
-"""Largest difference between equal logprobs, by the dtype that an engine computes in: logits of about 10 have a
-resolution of 1e-6, 0.01 and 0.06, and pass through two layers of rounding. The reference computes in float32."""
+"""Largest difference between logprobs that count as equal, by the dtype that an engine computes in. The reference
+computes in float32. Logits of about 10 have a resolution of 1e-6, 0.01 and 0.06 in the last three dtypes, and pass
+through two layers of rounding."""
 ROUNDINGS = 2.0
-"""Tolerance in 16 bits relative to the largest rounding that transformers itself shows over a prompt."""
+"""Tolerance in 16 bits, as a multiple of the largest rounding error that transformers itself shows over a prompt."""
 
 
 class EndpointSubject:
@@ -161,7 +162,7 @@ class EndpointSubject:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference between logprobs that count as equal: as given, or else by the dtype and the model."""
+        """Largest difference between equal logprobs: given by the user, or derived from the dtype and the model."""
         return self.target.tolerance or max(self.tiny_tolerance, self.rounding)
 
     @property
@@ -211,20 +212,20 @@ class EndpointSubject:
         return other
 
     async def another_connection(self) -> InferenceEndpoint:
-        """Return the same endpoint, through its own client if it speaks HTTP, until the current check ends."""
+        """Return another client that lasts until the check ends, or the same endpoint if it does not speak HTTP."""
         return self.endpoint if self.opened.url is None else await self.another_client()
 
     async def another_client(self) -> InferenceEndpoint:
         """Return a further client of the server, made like the first one, until the current check ends.
 
-        Without a server there is only one client, which is returned.
+        Without a server, the first client is the only one, and is returned.
         """
         if self.opened.connect is None:
             return self.endpoint
         return await self.enter(contextlib.aclosing(self.opened.connect()))
 
     def prompt(self, length: int = 12, seed: int = 0) -> tuple[int, ...]:
-        """Return ids that no text would encode to, from the whole vocabulary."""
+        """Return random ids from the whole vocabulary, to which no text would encode."""
         return tuple(random.Random(seed).choices(range(self.capabilities.vocab_size), k=length))
 
     @property
@@ -233,7 +234,7 @@ class EndpointSubject:
         return self.pace.context_len(self.capabilities.max_model_len)
 
     def remaining_tokens(self, prompt: Sequence[int] | None = None) -> int:
-        """Return how many tokens fit in `context_len` after ``prompt``, which defaults to the first of `prompt`."""
+        """Return how many tokens fit in `context_len` after ``prompt``, which defaults to what `prompt` returns."""
         return self.context_len - len(self.prompt() if prompt is None else prompt)
 
     def lengths(self, num_tokens: int) -> list[int]:

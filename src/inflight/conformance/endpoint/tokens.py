@@ -23,7 +23,7 @@ _GONE_S = 5.0
 _MOST_COMPLETIONS = 1024
 _MAX_SLOTS = 256
 _LONG, _SHORT = 512, 4
-"""Tokens of the requests that fill the endpoint, and of the additional request."""
+"""Number of tokens of the requests that fill the endpoint, and of the additional request."""
 _ADMITTED_S = 0.2
 """Time for sent requests to be admitted."""
 _TIMES_SLOWER = 5.0
@@ -101,7 +101,7 @@ async def refusals(subject: EndpointSubject) -> None:
 @check("E-25", deadline_s=60)
 @look_at("whether a cancelled call or a closed connection aborts the request inside the engine")
 async def a_caller_leaves(subject: EndpointSubject) -> None:
-    """A request ends when its caller disconnects: nothing of it runs a few seconds later."""
+    """A request ends when its caller disconnects: a few seconds later, no part of it is running."""
     # With so many long completions, the request cannot have ended on its own.
     wanted = min(_MOST_COMPLETIONS, 4 * subject.capabilities.max_concurrent_sequences)
     ((_, answer),) = await subject.start_running(1, n=wanted)

@@ -1,8 +1,8 @@
 """Level versions: whether each token's reported version is that of the weights it was sampled from.
 
-The two colours: weights A and B differ only in the sign of the final norm, so a token that is likely under one is
-unlikely under the other and shows its weights. Keys and values do not depend on that norm, so one forward pass of the
-reference gives every token's logprob under any in-flight policy.
+The two colours are the weights A and B, which differ only in the sign of the final norm. A token that is likely under
+one is therefore unlikely under the other, and shows which weights it was sampled from. Keys and values do not depend on
+that norm, so one forward pass of the reference gives every token's logprob under any in-flight policy.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from inflight.wire import Completion, CompletionChunk, GenerateRequest, InFlight
 
 LEVEL = "versions"
 _SHARPNESS = 4.0
-"""Factor on the final norm of both colours, so that few tokens are likely under both."""
+"""Factor applied to the final norm of both colours, so that few tokens are likely under both."""
 _NUM_UPDATES, _NUM_TRIES = 4, 3
 _NUM_TOKENS = 600
-"""Tokens of each running request: enough for a few updates."""
+"""Number of tokens of each running request: enough for a few updates."""
 _DECISIVE = 5.0
 """A token's colour is certain if its logprobs under A and B differ by at least this many nats."""
 _IMPOSSIBLE = 1e-9
@@ -37,7 +37,7 @@ _LOOK_AT = "when the version of a token is recorded: in the step that sampled it
 async def publish_next(
     subject: EndpointSubject, published: dict[int, ReferenceWeights], policy: InFlightPolicy | None = None
 ) -> None:
-    """Publish the next of A and B, whose logits are each other's negatives, and add the version to ``published``."""
+    """Publish A and B in turn, whose logits are each other's negatives, and add the version to ``published``."""
     is_a = subject.publisher.version % 2 == 0
     colour = subject.reference.with_final_norm(_SHARPNESS if is_a else -_SHARPNESS, "A" if is_a else "B")
     await subject.publisher.publish(colour, in_flight=policy)
@@ -165,7 +165,7 @@ async def streamed_versions(subject: EndpointSubject) -> None:
 
 @check("U-25", "updates", deadline_s=40, look_at=_LOOK_AT)
 async def single_version(subject: EndpointSubject) -> None:
-    """A completion that ran under one version names that version, whatever the version binding."""
+    """A completion that ran under one version names that version, whatever version binding the endpoint reports."""
     for _ in range(3):
         published: dict[int, ReferenceWeights] = {}
         await publish_next(subject, published)

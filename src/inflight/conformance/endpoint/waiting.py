@@ -17,13 +17,12 @@ T = TypeVar("T")
 SLOWNESS: ContextVar[float] = ContextVar("SLOWNESS", default=1.0)
 """Factor for every limit in this module (see `inflight.conformance.endpoint.pace`)."""
 SLACK_S = 4.0
-"""How much later than its own deadline a call or a lease may end, to allow for slow machines and for the reason to
-arrive.
-"""
+"""How much later than its own deadline a call or a lease may end, since machines may be slow and answers take time to
+arrive."""
 GRACE_S = 0.3
 """Time for answers that left the endpoint before a call returned and are still in transit."""
 SERVED_S = 15.0
-"""Time for a few hundred tokens of a few requests, on any engine."""
+"""Time limit for a few hundred tokens of a few requests, on any engine."""
 
 
 async def within(seconds: float, call: Awaitable[T], what: str) -> T:

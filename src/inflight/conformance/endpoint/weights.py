@@ -21,7 +21,7 @@ from inflight.wire import EndpointState, TensorSpec
 LEVEL = "weights"
 _SOAK_UPDATES = 200
 _FEWEST_SOAK_UPDATES, _SOAK_S = 20, 30.0
-"""A slow endpoint may stop at this many updates, after this long."""
+"""A slow endpoint may stop after this many updates once this many seconds have passed."""
 _LARGE = 250.0
 """Logits that the largest checkpoints reach and that float32 cannot exponentiate."""
 _LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
@@ -94,7 +94,8 @@ async def wrong_dtype(subject: EndpointSubject) -> None:
 async def _require_refused(
     subject: EndpointSubject, what: str, change: Callable[[TensorSpec], TensorSpec | None], *more: TensorSpec
 ) -> None:
-    """Require that an update is refused if it announces the final norm after ``change``, and also ``more``."""
+    """Require that an update is refused if it announces the final norm as changed by ``change``, and ``more``
+    tensors."""
     changed = [
         change(spec) if spec.name == subject.reference.final_norm else spec
         for spec in specs_of(subject.reference.weights)
@@ -128,7 +129,7 @@ async def _require_would_show(subject: EndpointSubject, weights: ReferenceWeight
 @check("U-74", "updates", deadline_s=60)
 @look_at("a clamp, a soft cap or an exponential without a subtracted maximum, at the logits or within attention")
 async def large_logits(subject: EndpointSubject) -> None:
-    """Logits of any size, and scores of attention, are used as they are: nothing clamps or caps them."""
+    """Logits and attention scores of any size are used unchanged: nothing clamps or caps them."""
     reference = subject.reference
     usual = float(reference.logits(reference.weights, subject.prompt(), (0,)).abs().max())
     factor = min(2.0 ** math.ceil(math.log2(_LARGE / usual)), 100.0)

@@ -1,7 +1,7 @@
 """Level tokens: no filter, penalty or temperature applies unless the request specifies it.
 
-A likelihood ratio reveals a sampler that applies its own default. For each of several defaults, the ratio states how
-much likelier the sampled tokens are under the default than under the requested distribution. Under the requested
+A likelihood ratio reveals a sampler that applies its own default. For each of several defaults, the ratio is how many
+times likelier the sampled tokens are under the default than under the requested distribution. Under the requested
 distribution, each ratio has mean 1, whatever was drawn before, so one of K ratios exceeds K / `_FALSE_ALARM` with
 probability `_FALSE_ALARM` at most (Markov). The only approximation is the reference's rounding, for which the limit
 allows.
@@ -29,7 +29,7 @@ _TEMPERATURES = (0.5, 2.0, 1.0, 0.5, 0.5)
 _COMPLETIONS, _TOKENS = 16, 32
 _PROMPT_LENGTH = 128
 _DRAW_S = 15.0
-"""A slow endpoint may stop at fewer tokens after this long."""
+"""After this many seconds, a slow endpoint may stop with fewer tokens."""
 _DOUBT = 0.05
 """Share of the requested distribution mixed into that of each default, so that no single token rules out a default."""
 
@@ -85,8 +85,8 @@ async def nothing_unasked(subject: EndpointSubject) -> None:
 def _gains(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion
 ) -> Iterator[tuple[str, float, float]]:
-    """Yield each default, how many nats likelier these tokens are under it, and how many they would be on average if it
-    were in force."""
+    """Yield each default, how many nats likelier these tokens are under it, and how many nats likelier tokens would be
+    on average if the default were in force."""
     tokens, temperature = completion.token_ids, request.sampling.temperature
     prompt = request.prompt_token_ids
     logits_TV = subject.reference.logits(subject.reference.weights, prompt, tokens).double()

@@ -35,10 +35,11 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The figures from which on a pair counts as different, for the dtype that the endpoint computes in.
+    """The figures above which a pair counts as different, for the dtype that the endpoint computes in.
 
-    In float32, logprobs differ by 1e-6 (the same kernels) to 1e-4 nats on average. In 16 bits, single tokens of healthy
-    pairs differ by up to 0.7 nats, so only the mean and k3 are judged. A fault exceeds a healthy baseline tenfold.
+    In float32, logprobs differ by 1e-6 nats (with the same kernels) to 1e-4 nats on average. In 16 bits, single tokens
+    of healthy pairs differ by up to 0.7 nats, so only the mean and k3 are judged. A fault exceeds a healthy baseline
+    tenfold.
     """
 
     mean: float

@@ -1,4 +1,4 @@
-"""Measurements of a pair: with the same weights, and with parts of the model switched off in the published weights.
+"""Measurements of an endpoint and a trainer: with the same weights, and with parts of the model switched off in them.
 
 A decoder layer whose output projections are zero returns its input. Weights with such layers show where a difference
 originates, in any engine that accepts updates.
@@ -23,7 +23,7 @@ _ATTENTION, _MLP = "o_proj.weight", "down_proj.weight"
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How much one side differs from transformers in float32, as mean absolute differences in nats."""
+    """How much one side's logprobs differ from those of transformers in float32: mean absolute differences in nats."""
 
     from_reference: float
     from_rounded: Mapping[str, float]
@@ -39,14 +39,14 @@ class Bisection:
     attention_off: Figures
     mlp_off: Figures
     depths: Mapping[int, Figures]
-    """Figures with only the first layers switched on, by their number."""
+    """Figures with only the first n layers switched on, by n."""
     context_counts: bool
-    """Whether tokens before the last one change what the engine samples although every layer is switched off."""
+    """Whether the tokens before the last one affect what the engine samples even though every layer is switched off."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairMeasurements:
-    """One pair in one dtype at lag 0, that is, before an optimizer step changes the weights."""
+    """Measurements of one pair in one dtype at lag 0, that is, before an optimizer step changes the weights."""
 
     dtype: str
     """The dtype that the endpoint reports."""
@@ -61,7 +61,7 @@ class PairMeasurements:
     """Figures of prompts that were requested concurrently; all other prompts were requested one after another."""
     num_updates: int
     after_updates: Figures
-    """Figures after that many updates with the same weights."""
+    """Figures after ``num_updates`` updates with the same weights."""
     engine: Side
     trainer: Side
     quarters: Sequence[float]
@@ -77,7 +77,7 @@ class PairMeasurements:
 
     @property
     def agrees(self) -> bool:
-        """Whether everything is within the tolerance."""
+        """Whether the two sides count as equal in every measurement."""
         all_figures = (self.same_weights, self.other_temperature, self.together, self.after_updates)
         return all(figures.agree(self.tolerance) for figures in all_figures) and self.grown <= self.tolerance / 5
 
@@ -156,7 +156,7 @@ async def _bisect(pair: Pair, tolerance: float, report: Callable[[str], None]) -
 
 
 def _switched_off(weights: ReferenceWeights, label: str, is_off: Callable[[str], bool]) -> ReferenceWeights:
-    """Return weights with zeros for the output projections that ``is_off`` names."""
+    """Return weights with zeros for the output projections for whose names ``is_off`` is true."""
     return ReferenceWeights(
         label,
         {

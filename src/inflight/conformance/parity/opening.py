@@ -26,9 +26,11 @@ async def open_pair(
     start_s: float,
     report: Callable[[str], None],
 ) -> AsyncIterator[Pair]:
-    """Yield the pair of a target and its worker; afterwards, a server at a URL serves its checkpoint's weights again.
+    """Yield the pair of a target and a worker.
 
-    ``prompts`` and ``tokens`` are passed to `Pair`. Errors of opening the endpoint propagate.
+    If the block ends without an error, a server at a URL then serves its checkpoint's weights again.
+
+    ``prompts`` and ``tokens`` are passed to `Pair`. Errors raised while opening the endpoint propagate.
     """
     with tempfile.TemporaryDirectory(prefix="inflight-pair-") as directory:
         subject = EndpointSubject(target, Path(directory), start_s)

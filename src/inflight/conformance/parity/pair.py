@@ -45,7 +45,7 @@ class Pair:
     def __init__(
         self, subject: EndpointSubject, worker: str | None, options: Mapping[str, Any], prompts: int, tokens: int
     ) -> None:
-        """Each set of weights has a new worker of the kind ``worker``, made with ``model_path`` and the options.
+        """For each set of weights, a new worker of the kind ``worker`` is created with ``model_path`` and the options.
 
         ``prompts`` completions are requested at a time, of ``tokens`` tokens each, or of half the context if that is
         shorter.
@@ -100,7 +100,7 @@ class Pair:
         return _logprobs(logits_NV if rounded_to is None else logits_NV.to(rounded_to).float(), sampled)
 
     async def first_logprobs(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, float]]:
-        """Return the first token of each prompt's completion, from the same seed, and its logprob."""
+        """Return the first token of each prompt's completion, sampled with the same seed, and its logprob."""
         answers = [await self.subject.generate(prompt, max_tokens=1, seed=0) for prompt in prompts]
         return [(answer.token_ids[0], answer.logprobs[0]) for answer in answers]
 

@@ -1,4 +1,5 @@
-"""Whether an endpoint serves the weights of the checkpoint that it is compared under, before anything is published."""
+"""Whether an endpoint serves the weights of the checkpoint that it will be compared with, before anything is
+published."""
 
 from __future__ import annotations
 

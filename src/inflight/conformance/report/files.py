@@ -63,7 +63,7 @@ REPORTS = (
 
 
 def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
-    """Write these reports, each atomically. Paths in the working directory are written relative to it.
+    """Write these reports, each atomically. Paths under the working directory become relative to it.
 
     Raises `ConfigError`.
     """

@@ -87,7 +87,7 @@ def _check(verdict: Verdict) -> str:
 
 
 def _details(verdict: Verdict) -> str:
-    """Return the collapsible details of a check; empty if there are none."""
+    """Return the collapsible details of a check, or an empty string if there are none."""
     terms = []
     if verdict.expected and verdict.message:
         terms.append(("seen", _escaped(verdict.message)))

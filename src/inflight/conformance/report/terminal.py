@@ -28,7 +28,7 @@ _OUTCOME_WIDTH = max(len(outcome) for outcome in CheckOutcome)
 _LONGEST_FACT = 300
 """Maximum number of characters in a line of evidence; other reports show all of them."""
 _LINE_EVERY_S = 8.0
-"""If the output is not a terminal, a line reports the running check after this many seconds without a verdict."""
+"""If the output is not a terminal, a line names the running check after this many seconds without a verdict."""
 
 
 def open_console() -> Console:
@@ -40,7 +40,7 @@ def open_console() -> Console:
 def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Verdict], None]]:
     """Yield a function that prints each verdict as it arrives.
 
-    A terminal also shows which check is running; elsewhere a line reports it if a check takes long.
+    On a terminal, the running check is also shown; elsewhere, a line reports it if it takes long.
     """
     num_done = 0
     last_level = ""

@@ -10,7 +10,7 @@ from inflight.base.printable import printable
 
 
 def fact_lines(facts: Mapping[str, Any]) -> list[str]:
-    """Return one printable line ``name: value`` per fact; lists and dictionaries as JSON."""
+    """Return one printable line ``name: value`` per fact; lists and dictionaries are written as JSON."""
     return [printable(f"{name}: {fact_text(value)}".replace("\n", "\n    ")) for name, value in facts.items()]
 
 

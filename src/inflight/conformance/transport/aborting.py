@@ -1,4 +1,4 @@
-"""Checks of abort from another thread at any time, and of the resources that remain afterwards."""
+"""Checks of abort, called from another thread at any time, and of what remains afterwards."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from inflight.contracts import WeightReceiver, WeightSender
 
 LEVEL = "abort"
 _BIG = 1 << 22
-"""Number of float32 elements that exceed any socket buffer."""
+"""Number of float32 elements whose bytes exceed any socket buffer."""
 _NUM_GROUPS = 6
 _LONG_S = 8.0
-"""Timeout of calls that abort ends; much longer than abort may take."""
+"""Timeout of calls that are ended by abort; much longer than abort may take."""
 
 
 @check("T-29", look_at="join of the sender: the operation that it waits for must be closed or abandoned")
 def abort_ends_a_pending_join_of_the_sender(t: TransportSubject) -> None:
-    """abort of the sender ends its pending join from another thread with TransferError."""
+    """Calling abort on the sender from another thread ends its pending join with TransferError."""
     t.members([1], _LONG_S)
     _require_ended_by_abort(t, t.start(t.sender.join, "the sender's join"), t.sender)
 
 
 @check("T-30", look_at="join of the receiver: the operation that it waits for must be closed or abandoned")
 def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
-    """abort of a receiver ends its pending join from another thread with TransferError."""
+    """Calling abort on a receiver from another thread ends its pending join with TransferError."""
     (member,) = t.members([1], _LONG_S)
     receiver = t.receiver(member)
     _require_ended_by_abort(t, t.start(receiver.join, "the receiver's join"), receiver)
@@ -38,7 +38,7 @@ def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
 
 @check("T-31", look_at="receive: an operation that cannot be interrupted must be abandoned in its own thread")
 def abort_ends_a_pending_receive(t: TransportSubject) -> None:
-    """abort of a receiver ends its pending receive from another thread with TransferError."""
+    """Calling abort on a receiver from another thread ends its pending receive with TransferError."""
     (receiver,) = t.form()
     bucket = bucket_of(torch.zeros(10))
     t.begin([receiver], bucket)
@@ -48,7 +48,7 @@ def abort_ends_a_pending_receive(t: TransportSubject) -> None:
 
 @check("T-32", look_at="send: an operation that cannot be interrupted must be abandoned in its own thread")
 def abort_ends_a_pending_send(t: TransportSubject) -> None:
-    """abort of the sender ends its pending send from another thread with TransferError."""
+    """Calling abort on the sender from another thread ends its pending send with TransferError."""
     bucket = bucket_of(torch.ones(1 << 23, dtype=torch.float64))
     t.begin(t.form(), bucket)
     sending = t.start_send(bucket, _LONG_S)
@@ -60,7 +60,7 @@ def abort_ends_a_pending_send(t: TransportSubject) -> None:
 
 @check("T-33", deadline_s=30, look_at="abort of the sender: state and bytes that outlive the group")
 def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
-    """After abort, the same sender forms the next group and bytes arrive: those of its own buckets alone."""
+    """After abort, the same sender forms the next group, and only the bytes of that group's buckets arrive."""
     bucket, stale = bucket_of(torch.randn(_BIG)), bucket_of(torch.zeros(_BIG))
     seconds = []
     for when in ("join", "send", "group"):
@@ -113,8 +113,8 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
 @check("T-35", "/proc", deadline_s=30)
 @look_at("references to the store, the group and its memory that abort or the next call of specs does not drop")
 def nothing_is_left_of_a_group(t: TransportSubject) -> None:
-    """Once both ends have aborted, and once the sender has opened another group, nothing of a group is left: no socket
-    that listens, no descriptor, no file."""
+    """Nothing of a group is left once both ends have aborted, or once the sender has opened another group: no listening
+    socket, no descriptor, no file."""
     before = listening()
     _use_groups(t, 2)  # what is made once may stay
     num_before, files = num_descriptors(), _files(t)

@@ -28,7 +28,8 @@ _PATTERNS = {
     torch.bfloat16: (torch.int16, [0x7FC1, 0x7FA7, -1, -0x8000, 1, 0x3DCD]),
     torch.float16: (torch.int16, [0x7E01, 0x7D07, -1, -0x8000, 1, 0x2E66]),
 }
-"""Bits by wire dtype: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the smallest subnormal, 0.1."""
+"""Bit patterns by wire dtype: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the smallest subnormal,
+0.1."""
 
 
 @check("T-08", look_at="any conversion or arithmetic between the tensor and the wire: move bytes, not numbers")
@@ -40,14 +41,14 @@ def every_wire_dtype_arrives_bit_for_bit(t: TransportSubject) -> None:
 
 @check("T-09", look_at="receive: shapes () and (0,) when the bucket is split")
 def scalars_and_empty_tensors_keep_their_shape(t: TransportSubject) -> None:
-    """Scalars and tensors without elements arrive in their shapes."""
+    """Scalars and tensors without elements arrive with their shapes."""
     shapes = [(), (0,), (3,), (2, 0, 4), (1, 1)]
     _require_arrival(t, bucket_of(*(torch.full(shape, 2.5) for shape in shapes)))
 
 
 @check("T-10", look_at="receive: views of a buffer must be aligned to their dtype, but the bytes on the wire are not")
 def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
-    """Tensors arrive in order whatever their offset within the bucket, and those of equal shape are not exchanged."""
+    """Tensors arrive in order whatever their offset within the bucket, and tensors of equal shape are not swapped."""
     tensors = []
     for i, count in enumerate((1, 3, 7, 127)):
         tensors += [torch.randn(count).to(torch.bfloat16), torch.randn(count), torch.randn(i + 1, dtype=torch.float64)]
@@ -65,7 +66,7 @@ def strided_tensors_arrive_row_major(t: TransportSubject) -> None:
 
 @check("T-12", deadline_s=30, look_at="short writes and reads, limits on the size of a message, rests of chunks")
 def buckets_of_any_size_arrive_whole(t: TransportSubject) -> None:
-    """A bucket arrives whole whatever its size, from one byte to 64 MB, also as the bytes of an encoded bucket."""
+    """A bucket of any size from one byte to 64 MB arrives complete, even if its bytes are encoded."""
     (receiver,) = t.form()
     wrong, seconds = {}, 0.0
     for index, size_bytes in enumerate(_SIZES):

@@ -19,7 +19,7 @@ LEVEL = "failures"
 _TIMEOUT_S = 0.8
 _SEND_S = 1.3
 _PAUSE_S, _PULSE_S = 0.3, 0.001
-"""How long a sender is stopped each time, and how long it sends in between."""
+"""How long a sender is stopped each time, and how long it may send between two stops."""
 _BIG = 1 << 23  # elements of float64: no socket buffer takes 64 MB
 _WORDS = {"join": ("join", "form", "reach", "connect", "rendezvous"), "receive": ("receiv",), "send": ("send", "sent")}
 """The message of a failed call contains one of these words."""
@@ -43,7 +43,7 @@ def a_join_without_receivers_ends(t: TransportSubject) -> None:
 
 @check("T-37", "6-receivers", deadline_s=30, look_at="join of the sender: a timeout that starts again with every rank")
 def ranks_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
-    """The timeout of a join is that of the whole group: ranks that join one after another do not extend it."""
+    """The timeout of a join applies to the whole group: ranks that join one after another do not extend it."""
     *members, _ = t.members([1] * 6, _TIMEOUT_S)
     joining = t.start(t.sender.join, "the sender's join, with a rank missing and the others joining slowly,")
     for member in members:
@@ -59,7 +59,7 @@ def ranks_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
 
 @check("T-38", "peer", deadline_s=30, look_at="receive: a timeout that starts again with every read")
 def bytes_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
-    """The timeout of a receive is that of the whole bucket: bytes that come slowly do not extend it."""
+    """The timeout of a receive applies to the whole bucket: bytes that arrive slowly do not extend it."""
     bucket = bucket_of(torch.zeros(_BIG, dtype=torch.float64))
     peer, receiver = t.join_sending_peer(bucket)
     peer.stop()
@@ -78,7 +78,7 @@ def bytes_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
 
 @check("T-39", "4-receivers", deadline_s=30, look_at="send: a timeout that starts again with every rank")
 def receivers_that_do_not_read_share_a_timeout(t: TransportSubject) -> None:
-    """The timeout of a send is that of all ranks together."""
+    """The timeout of a send applies to all ranks together."""
     receivers, bucket = t.form(4), bucket_of(torch.ones(_BIG, dtype=torch.float64))
     t.begin(receivers, bucket)
     sending = t.start_send(bucket, _SEND_S)
@@ -148,7 +148,7 @@ def a_killed_sender_fails_the_receive(t: TransportSubject) -> None:
 @check("T-25", "peer", deadline_s=30, look_at="receive: reads that end early")
 def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
     """Receiving a bucket of which only a part arrives raises TransferError, whether its sender was killed, aborted the
-    group, or gave up."""
+    group, or timed out."""
     bucket = bucket_of(torch.zeros(_BIG, dtype=torch.float64))
     peer, receiver = t.join_sending_peer(bucket)
     time.sleep(0.4)
@@ -261,7 +261,8 @@ def _require_whole(arrived: torch.Tensor, bucket: WeightBucket) -> None:
 
 
 def _note_legal_ending(t: TransportSubject, ending: Ending[None]) -> None:
-    """Record how a send ended. It may return, which means only that the bytes were sent, or raise `TransferError`."""
+    """Record how a send ended. The send may return, which only means that the bytes were sent, or raise
+    `TransferError`."""
     t.note(ending=ending.words, seconds=ending.seconds)
     legal = ending.error is None or isinstance(ending.error, TransferError)
     require(legal, f"a failed send must raise TransferError, but: {ending.words}")

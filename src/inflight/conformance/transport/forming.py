@@ -34,8 +34,8 @@ _LATE_S = 1.5
     look_at="specs of the sender: rank i starts at 1 + sum(num_ranks[:i]), world_size is 1 + sum(num_ranks)",
 )
 def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
-    """specs gives each endpoint as many consecutive ranks as it needs, starting from 1, in one group with the sender as
-    rank 0."""
+    """specs opens one group in which the sender is rank 0 and each endpoint has as many consecutive ranks as it needs,
+    starting from 1."""
     counts = [1, 2, 3]
     specs = t.group_specs(counts, 2.0)
     t.note(num_ranks=counts, ranks=[spec.rank for spec in specs], world_sizes=[spec.world_size for spec in specs])
@@ -49,8 +49,7 @@ def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
 
 @check("T-02", look_at="specs of the sender: what identifies a group, and what remains of the one before it")
 def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
-    """Each call of specs opens a new group, which no rank of an earlier group can join; torch groups have a new
-    name."""
+    """Each call of specs opens a new group, which no rank of an earlier group can join; torch groups get a new name."""
     (first,), (second,) = t.members([1], _LATE_S), t.members([1])
     names = [member.spec.group_name for member in (first, second) if isinstance(member.spec, ProcessGroupSpec)]
     if names:
@@ -68,7 +67,7 @@ def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
 
 @check("T-03", "/proc", look_at="the addresses to which the store and the group's own sockets are bound, on either end")
 def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
-    """An open group listens on the address in its specs and on no wider one; loopback stays loopback."""
+    """An open group listens on the address in its specs and on no broader one; loopback stays loopback."""
     before = listening()
     (member,) = t.members([1])
     receiver = t.receiver(member)

@@ -36,7 +36,7 @@ class GroupMember:
 class TransportPair:
     """A new sender, and a factory for its receivers.
 
-    ``max_receivers`` is the maximum number in one group on this machine.
+    ``max_receivers`` is the maximum number of receivers in one group on this machine.
     """
 
     transport: Transport
@@ -56,7 +56,7 @@ class TransportPair:
 
 
 def open_pair(target: TransportTarget, directory: Path | None = None) -> TransportPair:
-    """Return a new pair for a target, whose files are in ``directory``. Raises `ConfigError`."""
+    """Return a new pair for a target; the pair's files are in ``directory``. Raises `ConfigError`."""
     transport = resolve(target.factory)(**target.options) if target.options else named_transport(target.factory)
     if not isinstance(transport, Transport):
         raise ConfigError(f"{target.factory} returned a {type(transport).__name__}, not a Transport")

@@ -24,7 +24,7 @@ from inflight.types import WeightBucket
 from inflight.wire import TensorSpec, TransportBody, TransportSpec, WireModel
 
 READY_S = 60.0
-"""Time to start Python and import torch, which does not count as the transport's time."""
+"""Time limit for starting Python and importing torch, which is not counted as time of the transport."""
 START_S = 15.0
 
 
@@ -63,7 +63,7 @@ class Peer:
         self._process.stdin.flush()
 
     def member(self, spec_type: type[TransportSpec]) -> GroupMember:
-        """Return the member of the receiver for which a sender wrote a spec. Raises `Hung`."""
+        """Return the receiver's position in the group, from the spec that the sender has written. Raises `Hung`."""
         return GroupMember(spec_type.model_validate_json(self._line("open a group")))
 
     def wait_until_joined(self) -> None:
@@ -95,7 +95,7 @@ class Peer:
 
 
 def main() -> None:
-    """Run one end until the parent closes stdin."""
+    """Run one end of the transport until the parent closes stdin."""
     print("ready", flush=True)
     setup = PeerSetup.model_validate_json(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()

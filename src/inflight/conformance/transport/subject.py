@@ -55,8 +55,8 @@ class TransportSubject:
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """Return why a check with these needs cannot be run; None if it can.
 
-        The needs are ``N-receivers``, ``/proc``, ``peer``: an end in a process of its own, which `prepare` starts, and
-        ``process-group``: ranks meet in a torch process group.
+        The needs are ``N-receivers``, ``/proc``, ``peer`` (an end in a process of its own, which `prepare` starts), and
+        ``process-group`` (ranks meet in a torch process group).
         """
         self._needs_peer = "peer" in needs
         for need in needs:
@@ -124,7 +124,7 @@ class TransportSubject:
         return PendingCall(call, what)
 
     def start_joins(self, receivers: Sequence[WeightReceiver]) -> list[PendingCall[None]]:
-        """Start the joins of these receivers and then the sender's; return the calls, the sender's last."""
+        """Start the joins of these receivers and then the sender's join; return the calls, with the sender's last."""
         joins = [self.start(r.join, f"the join of receiver {i + 1}") for i, r in enumerate(receivers)]
         return [*joins, self.start(self.sender.join, "the sender's join")]
 
@@ -135,7 +135,7 @@ class TransportSubject:
         return receivers
 
     def form_with_peer(self, others: int = 0) -> tuple[Peer, list[WeightReceiver]]:
-        """Form a group of a receiver in another process and ``others`` in this one; return all receivers."""
+        """Form a group with a receiver in another process and ``others`` in this one; return all receivers."""
         first, *rest = self.members([1] * (1 + others), 2 * FORM_S)
         peer = self._peer(spec=TransportBody.model_validate(first.spec.model_dump()))
         receivers = [self.receiver(member) for member in rest]
@@ -144,7 +144,7 @@ class TransportSubject:
         return peer, receivers
 
     def join_sending_peer(self, bucket: WeightBucket | None = None) -> tuple[Peer, WeightReceiver]:
-        """Form a group of a sender in another process, which sends ``bucket`` at once, and a receiver in this one."""
+        """Form a group with a sender in another process, which sends ``bucket`` at once, and a receiver in this one."""
         peer = self._peer(bucket=bucket and bucket.specs[0])
         receiver = self.receiver(peer.member(self._pair.transport.spec_type))
         self.start(receiver.join, "the receiver's join").result(2 * FORM_S)

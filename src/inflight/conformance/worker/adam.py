@@ -26,13 +26,12 @@ _RATE, _DECAY, _MAX_NORM, _WARMUP, _TOTAL = 1e-2, 0.1, 1.0, 2, 9
 _OPTIMIZER = {"learning_rate": _RATE, "weight_decay": _DECAY, "max_gradient_norm": _MAX_NORM}
 _SCHEDULE = {"warmup_steps": _WARMUP, "schedule": "linear", "total_steps": _TOTAL}
 _SCALES = (8.0, 2.0**-9, 0.0, 1.0, 2.0**-13, 2.0**-8)
-"""Factors of the loss at each step. They give gradient norms of about 1,000, 0.3, 0, 100, 0.02 and 0.6, of which 1,000
-and 100 are clipped to 1.
-"""
+"""Factors of the loss at each step. They give gradient norms of about 1,000, 0.3, 0, 100, 0.02 and 0.6; those of 1,000
+and 100 are clipped to 1."""
 _TRUSTED = 20.0
-"""An element counts if its gradient is larger than the root mean square of its tensor, times this, times the tolerance
-of gradients (at most 1). AdamW divides by small gradients, which magnifies their rounding errors.
-"""
+"""An element counts if its gradient exceeds the root mean square of the tensor's gradient times this factor times the
+tolerance of gradients; the product of the last two is at most 1. AdamW divides by small gradients, which magnifies
+their rounding errors."""
 _BETAS = tuple(itertools.product((0.9, 0.95), (0.999, 0.95, 0.99, 0.98)))
 """The usual values; a worker may have its own."""
 _EPSILON = 1e-8
@@ -41,7 +40,7 @@ _EPSILON = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A step as the worker took it, on rank 0, with its gradient before clipping."""
+    """A step as the worker took it, recorded on rank 0, with its gradient before clipping."""
 
     before: Weights
     after: Weights
@@ -51,14 +50,14 @@ class _Taken:
 
 @dataclass(frozen=True, slots=True)
 class _Variant:
-    """One way to take a step: the right one, or one with a single fault, which ``fault`` names."""
+    """One way to take a step: the correct one, or one with a single fault, which ``fault`` names."""
 
     fault: str = ""
     betas: tuple[float, float] = _BETAS[0]
     decayed_dims: int = 0
     """Tensors with fewer dimensions do not decay."""
     weight_decay: float | None = None
-    """None means as configured."""
+    """None stands for the configured weight decay."""
     clipping: str = "all"
     moment_dtype: torch.dtype = torch.float64
     weight_dtype: torch.dtype | None = None
@@ -101,7 +100,7 @@ def a_step_is_one_of_adamw(subject: WorkerSubject) -> None:
 @look_at("the step that the schedule counts from, whether the rate is set before the optimizer's step or after it")
 def the_rate_follows_the_schedule(subject: WorkerSubject) -> None:
     """The step from version v has the learning rate of the schedule at v: the warm-up reaches the full rate with step
-    warmup_steps, and the decay begins with the next one and reaches zero at total_steps."""
+    warmup_steps, and the decay begins with the following step and reaches zero at total_steps."""
     given = [name for name in (*_OPTIMIZER, *_SCHEDULE) if name in subject.target.options]
     worker = create_scheduled(subject)
     rates = []
@@ -127,7 +126,7 @@ def _are_equal(rates: Sequence[float], wanted: Sequence[float]) -> bool:
 
 
 def create_scheduled(subject: WorkerSubject, *, tied: bool = False) -> TrainerWorker:
-    """Return a worker with the kit's optimizer settings and, unless it refuses the kit's schedule, with that too."""
+    """Return a worker with the kit's optimizer settings and also the kit's schedule, unless it refuses that."""
     own: dict[str, Any] = {
         name: it for name, it in {**_OPTIMIZER, **_SCHEDULE}.items() if name not in subject.target.options
     }
@@ -162,7 +161,7 @@ def _take(subject: WorkerSubject, scales: Sequence[float], *, tied: bool) -> tup
 
 
 def _problem(subject: WorkerSubject, taken: Sequence[_Taken], what: str) -> str:
-    """Return an empty text if one choice of betas explains every change, or the likeliest fault otherwise."""
+    """Return an empty string if one choice of betas explains every change, or else the likeliest fault."""
     best, apart, largest = _Variant(), {"": math.inf}, math.inf
     for betas, (decay, dims) in itertools.product(_BETAS, ((None, 0), (None, 2), (0.0, 0))):
         variant = _Variant(betas=betas, weight_decay=decay, decayed_dims=dims)
@@ -187,7 +186,7 @@ def _problem(subject: WorkerSubject, taken: Sequence[_Taken], what: str) -> str:
 
 
 def _apart(subject: WorkerSubject, taken: Sequence[_Taken], variant: _Variant) -> dict[str, float]:
-    """Return, for each tensor, how much its changes differ from those of a variant, relative to the tolerance."""
+    """Return, for each tensor, the difference between its changes and those of a variant, divided by the tolerance."""
     tolerance, (beta1, beta2) = subject.tolerance, variant.betas
     decay = subject.target.options.get("weight_decay", _DECAY) if variant.weight_decay is None else variant.weight_decay
     max_norm: Any = subject.target.options.get("max_gradient_norm", _MAX_NORM)

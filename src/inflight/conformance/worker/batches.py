@@ -1,4 +1,4 @@
-"""Seeded micro-batches and losses for checks: every rank creates the same ones.
+"""Seeded micro-batches and losses for checks. Every rank creates the same ones.
 
 Shape suffixes: T packed tokens.
 """
@@ -22,7 +22,7 @@ def make_batch(
 ) -> MicroBatch:
     """Return packed segments of random tokens, with gaps in the mask and advantages of both signs, on the CPU.
 
-    Without a ``temperature``, every token has its own, from 0.5 to 1.5.
+    If ``temperature`` is None, every token has a temperature of its own, from 0.5 to 1.5.
     """
     random = torch.Generator().manual_seed(seed)
     num_tokens = sum(lengths)
@@ -68,9 +68,9 @@ def segment_rows(lengths: Sequence[int]) -> list[slice]:
 
 
 def loss_of(logprobs_T: torch.Tensor, batch: MicroBatch, scale: float = 1.0) -> torch.Tensor:
-    """Return the sum over the targets, each with its own weight.
+    """Return minus ``scale`` times the sum of the targets' logprobs, each weighted by its advantage.
 
-    With logprobs [T, K], the columns count 1, 2, ... times as much.
+    If the logprobs are [T, K], column k is also weighted by k + 1.
     """
     advantages_T = batch.advantages_T.to(logprobs_T.device)
     if logprobs_T.dim() == 2:

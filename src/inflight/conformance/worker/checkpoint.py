@@ -1,4 +1,4 @@
-"""Checks of `save` and `load`: the restored state, on any number of ranks, and the state after a failure."""
+"""Checks of `save` and `load`: the state that is restored, on any number of ranks, and the state after a failure."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
 @check("W-41", deadline_s=30)
 @look_at("write next to the old directory, rename once everything is on disk, notify the other ranks of a failure")
 def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None:
-    """A save() that fails raises CheckpointError on every rank, and the previous checkpoint at its path stays whole."""
+    """A save() that fails raises CheckpointError on every rank, and the previous checkpoint at its path stays
+    complete."""
     # The second save over the first fails because a limit keeps files smaller than the largest one.
     worker, path = subject.create(), subject.fresh_path("kept")
     _train(worker, subject, 0)

@@ -1,7 +1,7 @@
-"""The check of a save that is interrupted: at every instant, the files on disk must be a checkpoint.
+"""The check of interrupted saves: at every instant, the files on disk must form a checkpoint.
 
-Nothing is killed. Instead, just before a file is created, renamed or removed, the directory is copied in the state in
-which a crash at that instant would leave it.
+No process is killed. Instead, the directory is copied just before a file is created, renamed or removed, which is the
+state in which a crash at that instant would leave it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _State(NamedTuple):
 
 
 class _Instants:
-    """Copies of a directory, one for each state of the checkpoint in it that a save goes through."""
+    """Copies of a directory, one for each state that its checkpoint passes through during a save."""
 
     def __init__(self, directory: Path, copies: Path) -> None:
         self._directory, self._copies = directory, copies
@@ -98,8 +98,9 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
     "one where the checkpoint is to be, and what a save that ended left behind"
 )
 def a_save_that_ends_in_the_middle(subject: WorkerSubject) -> None:
-    """Whenever a save() ends, its path has the previous checkpoint or the new one, whole, or the previous one is whole
-    next to it; if there was none, load() raises CheckpointError or loads the new one. A later save() succeeds."""
+    """Whenever a save() ends, even in the middle, its path contains the complete previous or new checkpoint, or the
+    complete previous one lies next to it; if there was none, load() raises CheckpointError or loads the new one. A
+    later save() succeeds."""
     worker, states = subject.create(), {}
     directory, copies = subject.fresh_path("crash"), subject.fresh_path("crash-copies")
     if subject.rank == 0:
@@ -134,7 +135,7 @@ def a_save_that_ends_in_the_middle(subject: WorkerSubject) -> None:
 
 
 def _problem_at(subject: WorkerSubject, worker: TrainerWorker, copy: Path, states: Mapping[int, _State]) -> str:
-    """Return what is wrong with a copy; empty if nothing is. All ranks call this."""
+    """Return what is wrong with a copy, or an empty string if nothing is. All ranks call this."""
     path = copy / _NAME
     problem = _problem_of(subject, worker, path, states)
     if not problem or (len(states) == 1 and not path.exists()):
@@ -148,7 +149,10 @@ def _problem_at(subject: WorkerSubject, worker: TrainerWorker, copy: Path, state
 
 
 def _problem_of(subject: WorkerSubject, worker: TrainerWorker, path: Path, states: Mapping[int, _State]) -> str:
-    """Return why ``path`` does not hold one of these states completely; empty if it does. All ranks call this."""
+    """Return why ``path`` does not hold one of these states completely, or an empty string if it does.
+
+    All ranks call this.
+    """
     error = error_of(partial(worker.load, path))
     errors = subject.ranks.exchange(words_of(error))
     if isinstance(error, CheckpointError) and len(states) == 1:

@@ -1,6 +1,6 @@
 """Checks of `forward`: the logprobs of one segment.
 
-Shape suffixes: T packed tokens, K tokens scored in the place of a token.
+Shape suffixes: T packed tokens, K tokens scored in place of each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from inflight.types import MicroBatch
 
 LEVEL = "forward"
 STEEPNESS = 16.0
-"""Factor for the logits of one checkpoint. They then lie between -150 and 150, which reveals a bound of 50 or 100."""
+"""Factor for the logits of one checkpoint. The logits then lie between -150 and 150, so that a cap at 50 or 100
+shows."""
 _COLDEST = 0.05
 
 
@@ -38,7 +39,7 @@ def logprobs_equal_transformers(subject: WorkerSubject) -> None:
 
 @check("W-05", look_at="tie_word_embeddings: whether the head is tied again after sharding, wrapping or loading")
 def logprobs_of_a_tied_model(subject: WorkerSubject) -> None:
-    """forward() of a model with tied embeddings computes its head with the embedding."""
+    """forward() of a model with tied embeddings uses the embedding as the head."""
     _compare(subject, make_batch((40,), seed=2), model=subject.model(tied=True))
 
 
@@ -90,7 +91,7 @@ def no_target_gives_zero(subject: WorkerSubject) -> None:
 
 @check("W-09", look_at="the cast after the head, a leftover batch dimension, and .to(batch.token_ids_T.device)")
 def logprobs_are_float32(subject: WorkerSubject) -> None:
-    """Logprobs are float32 (float64 of float64 models), one per packed token, on the batch's device."""
+    """Logprobs are float32 (float64 if the model is float64), one per packed token, on the batch's device."""
     batch = make_batch((12, 5), seed=6)
     logprobs_T = subject.create().forward(batch)
     subject.note(dtype=str(logprobs_T.dtype), shape=list(logprobs_T.shape), device=str(logprobs_T.device))
@@ -120,7 +121,7 @@ def logprobs_are_differentiable(subject: WorkerSubject) -> None:
 )
 def given_targets(subject: WorkerSubject) -> None:
     """Where a worker scores target ids, logprobs [T, K] and their gradient are those that transformers computes for
-    these tokens in the place of the packed ones, even if some are equal."""
+    these tokens in place of the packed ones, even if some are equal."""
     worker, reference = subject.create(), ReferenceModel(subject.model())
     if not (isinstance(worker, TargetScoringWorker) and worker.scores_target_ids):
         skip("scores_target_ids is not supported")
@@ -170,7 +171,7 @@ def _compare(
     found: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Fail unless the targets' logprobs match those of transformers; record what they resemble instead.
+    """Fail unless the targets' logprobs match those of transformers; record the differences, also when shifted by one.
 
     ``factor`` is how much larger than usual the temperature-scaled logits, and therefore their rounding errors, are.
     """

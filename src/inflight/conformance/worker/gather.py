@@ -101,7 +101,8 @@ def yielded_tensors_stay_valid(subject: WorkerSubject) -> None:
 
 @check("W-32", look_at="a mesh of one rank, on which gathering copies nothing; unsharded parameters such as norms")
 def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
-    """Gathered tensors share no memory with the parameters: a step does not change what was yielded."""
+    """Gathered tensors share no memory with the parameters: a step does not change tensors that were already
+    yielded."""
     worker = subject.create()
     buckets = list(worker.gather_weights(plan_buckets(worker.parameter_specs(), 1)))[-2:]
     kept = [(spec.name, t, t.detach().clone()) for b in buckets for spec, t in zip(b.specs, b.tensors, strict=False)]
@@ -121,7 +122,8 @@ def every_gather_is_fresh(subject: WorkerSubject) -> None:
 def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: bool = False) -> None:
     """Fail unless transformers, with the weights gathered after some steps, computes what the worker computes.
 
-    The logprobs must be equal and must have moved equally: after small steps, old weights still give equal logprobs.
+    The logprobs must be equal and must have changed equally: after small steps, even the old weights give logprobs that
+    count as equal.
     """
     worker, batch = subject.create(tied=tied), every_target(make_batch((25,), seed=110))
     if gather_first:

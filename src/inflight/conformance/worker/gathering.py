@@ -59,8 +59,8 @@ def compare_changes(
 ) -> None:
     """Fail unless ``found`` is close to ``expected``, relative to the distance of ``expected`` from ``start``.
 
-    ``relative`` is the maximum difference allowed. By default, it is as large as two ways to compute the same number
-    may differ. Skip the check if the steps moved the weights so little that rounding hides the change.
+    ``relative`` is the maximum difference allowed. By default, it is the tolerance for two ways to compute the same
+    number. The check is skipped if the steps changed the weights so little that rounding hides the change.
     """
     moved, apart = distance(expected, start), distance(found, expected)
     size = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in start.values()))

@@ -24,7 +24,7 @@ _AVERAGES = "an average instead of a sum, a weight per rank or micro-batch, grad
 @check("W-15")
 @look_at("gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward()")
 def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
-    """The gradient of a loss is that of autograd, and the reported norm is the one before clipping."""
+    """The gradient of a loss is the one that autograd computes, and the reported norm is that before clipping."""
     # Norms below and above the usual thresholds of clipping.
     reference = ReferenceModel(subject.model())
     batches = [make_batch((17,), seed=30 + rank) for rank in range(subject.data_size)]
@@ -77,7 +77,7 @@ def ranks_are_summed(subject: WorkerSubject) -> None:
 @check("W-19", "ranks")
 @look_at("denominators per rank: numbers of tokens, micro-batches or busy ranks; " + _AVERAGES)
 def shares_may_be_unequal(subject: WorkerSubject) -> None:
-    """Ranks may have unequal shares, or none: the gradient is the same."""
+    """Ranks may have unequal shares of the data, or none: the gradient is the same."""
     whole, empty = make_batch(LENGTHS, seed=70), make_batch((), seed=70)
     expected = ReferenceModel(subject.model()).gradient_norm([whole])
     last = subject.data_size - 1

@@ -21,14 +21,15 @@ from inflight.wire import LoraSpec
 
 LEVEL = "lora"
 SETTINGS = LoraSettings(rank=3, alpha=12.0, targets=("q_proj", "v_proj", "o_proj"))
-"""LoRA settings with a rank that does not divide evenly. Every kind of model in the kit has these layers."""
+"""LoRA settings with a rank that cannot be divided evenly. Every model of the kit has the target layers."""
 ADAPTER = Path("adapter") / "adapter_model.safetensors"
 _LENGTHS = (9, 14, 5)
 
 
 @check("W-47", look_at="the scale alpha / rank, whether dropout is off, and whether both halves get their gradients")
 def the_gradient_is_that_of_the_halves(subject: WorkerSubject) -> None:
-    """Where a worker trains a LoRA, logprobs are those of the merged weights, and the gradient is that of A and B."""
+    """Where a worker trains a LoRA, logprobs are those of the merged weights, and the gradient is that with respect to
+    A and B."""
     worker, reference = _noticeable_worker(subject), ReferenceModel(subject.model())
     batches = [make_batch(_LENGTHS, seed=470 + rank) for rank in range(subject.data_size)]
     mine = batches[subject.data_rank]
@@ -53,7 +54,7 @@ def the_gradient_is_that_of_the_halves(subject: WorkerSubject) -> None:
 @check("W-48")
 @look_at("requires_grad of all other tensors, weight decay, and whether the weights under the LoRA are merged")
 def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
-    """A step of a worker that trains a LoRA leaves the weights under it unchanged."""
+    """A step of a worker that trains a LoRA leaves the base weights unchanged."""
     worker, path = _noticeable_worker(subject), subject.fresh_path("lora-base")
     take_steps(worker, [make_batch(_LENGTHS, seed=480 + 10 * n + subject.data_rank) for n in range(2)])
     worker.save(path)
@@ -108,8 +109,8 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
 @check("W-50", deadline_s=30)
 @look_at("whether A, B and their moments are saved and read; `adapter/` must contain them under PEFT's names")
 def a_lora_resumes(subject: WorkerSubject) -> None:
-    """A worker that trains a LoRA resumes from its checkpoint: the LoRA is restored bit for bit, and later steps are as
-    without a save. The LoRA is stored next to the checkpoint as PEFT's files."""
+    """A worker that trains a LoRA resumes from its checkpoint: the LoRA is restored bit for bit, and later steps are
+    the same as without a save and a load. The LoRA is stored next to the checkpoint in PEFT's format."""
     steady, path = _lora_worker(subject), subject.fresh_path("lora-resumed")
     batches = [make_batch(_LENGTHS, seed=500 + 10 * n + subject.data_rank) for n in range(4)]
     take_steps(steady, batches[:2])
@@ -167,7 +168,7 @@ def _spec(worker: TrainerWorker) -> LoraSpec:
 
 
 def _on_every_rank(subject: WorkerSubject, lora: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what rank 0 gathered."""
+    """Return what rank 0 gathered, on every rank."""
     sent = {name: tensor.double().tolist() for name, tensor in lora.items()}
     return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in subject.ranks.exchange(sent)[0].items()}
 

@@ -17,7 +17,7 @@ from inflight.weights.encode.buckets import plan_buckets
 LEVEL = "gather"
 _MIB = 1024 * 1024
 _SLACK_BYTES = 16 * _MIB
-"""Allowance for the memory of the allocator and of communication, in addition to tensors."""
+"""Memory allowed for the allocator and for communication, in addition to the tensors."""
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 

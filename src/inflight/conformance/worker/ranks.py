@@ -58,7 +58,7 @@ class Ranks:
         self.post("end", reason)
 
     def abandoned_by_other(self) -> str | None:
-        """Return which other rank has abandoned the check, and why, or None if none has."""
+        """Return which other rank has abandoned the check, and why; None if no rank has."""
         for rank in self._all:
             if rank != self.rank and self._has_posted("end", rank):
                 return f"rank {rank}: {self._read('end', rank)}"
@@ -69,7 +69,7 @@ class Ranks:
         self._store.set(self._key(subject, self.rank), json.dumps(value))
 
     def read_post(self, subject: str, rank: int, timeout_s: float) -> Any:
-        """Return what a rank has posted during this check; None if nothing arrived in time."""
+        """Return what a rank has posted during this check, or None if nothing arrives in time."""
         deadline = time.monotonic() + timeout_s
         while not self._has_posted(subject, rank):
             if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
 """Reference numbers for a worker: transformers and autograd in float64, one segment at a time.
 
-Shape suffixes: T packed tokens, V vocabulary, K tokens scored in the place of a token.
+Shape suffixes: T packed tokens, V vocabulary, K tokens scored in place of each packed token.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class ReferenceModel:
             self._model = load_causal_lm(Path(made), attention="sdpa", dtype="float64").eval()
 
     def logprobs(self, batch: MicroBatch) -> torch.Tensor:
-        """Return float64 [T], or [T, K] of target ids: logprobs of the targets, 0.0 elsewhere; differentiable."""
+        """Return the differentiable logprobs of the targets, 0.0 elsewhere: float64 [T], or [T, K] if there are target
+        ids."""
         scored_TK = batch.token_ids_T[:, None] if batch.target_ids_TK is None else batch.target_ids_TK
         nothing_1K = torch.zeros(1, scored_TK.shape[1], dtype=torch.float64)
         parts = [nothing_1K[:0]]
@@ -124,7 +125,7 @@ class ReferenceModel:
     def take_steps(self, batches: Sequence[Sequence[MicroBatch]], settings: Sequence[AdamSettings]) -> None:
         """Take a step of AdamW over each group of batches, with its own settings.
 
-        Decoupled weight decay and bias correction as in Loshchilov and Hutter 2019, algorithm 2.
+        Weight decay is decoupled, and moments are bias-corrected, as in Loshchilov and Hutter 2019, algorithm 2.
         """
         parameters = dict(self._model.named_parameters())
         first = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -183,7 +184,7 @@ def _with_experts(experts_TK: torch.Tensor, router: Any, _: Any, routed: tuple[t
 
 
 def _images_in(batch: MicroBatch, rows: slice) -> dict[str, torch.Tensor]:
-    """Return the tensors of a segment's images, which all fill the same number of tokens."""
+    """Return the tensors of a segment's images, each of which fills the same number of tokens."""
     if batch.image_rows_M is None:
         return {}
     first_of_images = batch.image_rows_M.view(len(next(iter(batch.image_tensors.values()))), -1)[:, 0]

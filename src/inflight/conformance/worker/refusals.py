@@ -9,7 +9,7 @@ from inflight.errors import InflightError
 
 
 def error_of(call: Callable[[], object]) -> Exception | None:
-    """Return the error that a call raises; None if it returns."""
+    """Return the error that a call raises, or None if it returns."""
     try:
         call()
     except Exception as error:  # the check states which error is required

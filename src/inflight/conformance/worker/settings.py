@@ -1,4 +1,4 @@
-"""Checks of settings that come with each step, and of loading weights without the optimizer."""
+"""Checks of optimizer settings that are passed to each step, and of loading weights without the optimizer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _SETTINGS = (
     AdamSettings(learning_rate=5e-2, betas=(0.8, 0.999), eps=3e-2, max_gradient_norm=1e6),
     AdamSettings(learning_rate=2e-2, betas=(0.9, 0.9), eps=1e-2, weight_decay=0.1),
 )
-"""Every setting changes. The epsilons are large, because Adam divides by them where gradients are small."""
+"""Every setting changes between the steps. The epsilons are large, because Adam divides by them where gradients are
+small."""
 
 
 @check("W-63", deadline_s=40)
 @look_at("settings that are read once, when the optimizer is made; a clip, decay or schedule of the worker's own")
 def steps_take_settings(subject: WorkerSubject) -> None:
-    """Where a worker takes settings with each step, a step uses those alone: the weights are those of AdamW in float64
-    with the same settings."""
+    """Where a worker accepts settings with each step, a step uses those alone: the weights are those that AdamW in
+    float64 gives with the same settings."""
     worker = subject.create()
     if not _is_adjustable(worker):
         skip("takes_step_settings is not supported")
@@ -52,7 +53,7 @@ def steps_take_settings(subject: WorkerSubject) -> None:
 @check("W-64", deadline_s=40)
 @look_at("moments and the count of steps that a load leaves in the optimizer; the schedule's position")
 def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
-    """Where a worker takes settings with each step, load(optimizer=False) loads the weights alone: the version is 0,
+    """Where a worker accepts settings with each step, load(optimizer=False) loads the weights alone: the version is 0,
     and later steps are those of a new worker with these weights."""
     worker, path = subject.create(), subject.fresh_path("weights-only")
     if not _is_adjustable(worker):
@@ -82,7 +83,7 @@ def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
 
 @check("W-65", look_at="an argument that is ignored")
 def settings_are_refused(subject: WorkerSubject) -> None:
-    """A worker that does not take settings with each step refuses them with UnsupportedError, and changes nothing."""
+    """A worker that does not accept settings with each step refuses them with UnsupportedError, and changes nothing."""
     worker = subject.create()
     if _is_adjustable(worker):
         skip("takes_step_settings is supported")

@@ -1,4 +1,4 @@
-"""Checks of workers in which each rank sends the boxes of tensors that it holds."""
+"""Checks of workers whose ranks each send the boxes of tensors that they hold."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def shardings_do_not_communicate(subject: WorkerSubject) -> None:
 @check("W-69", "ranks")
 @look_at("copies of the same part on several ranks, parameters that are not divided, and short or empty last shards")
 def elements_are_sent_once(subject: WorkerSubject) -> None:
-    """The boxes of all ranks together are every element of every tensor once, and no rank sends more than twice the
-    mean of all ranks."""
+    """The boxes of all ranks together contain every element of every tensor exactly once, and no rank sends more than
+    twice the mean of all ranks."""
     for tied in (False, True):
         worker, shardings = _create_sharded(subject, tied=tied)
         specs = worker.parameter_specs()
@@ -113,8 +113,8 @@ def one_rank_alone_yields_its_boxes(subject: WorkerSubject) -> None:
 @check("W-72", "ranks", deadline_s=30)
 @look_at("copies that are kept from an earlier call, and whether a step waits for readers")
 def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
-    """local_weights() yields the weights of the present step, also if it is exhausted while the next step is asked for:
-    the step waits."""
+    """local_weights() yields the weights of the current step, even if the next step is requested before it is
+    exhausted: that step waits."""
     worker, shardings = _create_sharded(subject)
     for num_steps in range(2):
         _require_equal(subject, worker, shardings, f"after {num_steps} steps")
@@ -128,8 +128,9 @@ def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
     "torch.distributed.new_group that not every rank makes"
 )
 def a_silent_rank_is_named(subject: WorkerSubject) -> None:
-    """exchange() returns the messages of all ranks on rank 0 and that of rank 0 elsewhere; if a rank is silent, it
-    raises TransferError in time, which names the rank, and so does every later call; torch still forms groups."""
+    """exchange() returns the messages of all ranks on rank 0 and that of rank 0 elsewhere; if a rank is silent,
+    exchange() and every later call raise a TransferError that names the rank, within the timeout; torch can still form
+    groups."""
     last = subject.world_size - 1
     for is_first_call in (False, True):
         worker, _ = _create_sharded(subject)
@@ -158,7 +159,7 @@ def _require_a_group(subject: WorkerSubject, when: str) -> None:
 
 
 def _problem_of_silence(worker: ShardedWeightSource, silent: int, when: str) -> str:
-    """Return what is wrong with the errors of two exchanges in which a rank is silent, or an empty text."""
+    """Return what is wrong with the errors of two exchanges in which a rank is silent, or an empty string."""
     for call in ("the call", "the next call"):
         started = time.monotonic()
         error = error_of(lambda: worker.exchange(b"anybody there?", _SILENT_S))
@@ -240,7 +241,7 @@ def _read(local: Iterable[WeightBucket]) -> tuple[list[int], list[list[str]]]:
 def _read_during_a_step(
     subject: WorkerSubject, worker: ShardedWorker, local: Generator[WeightBucket, None, None]
 ) -> tuple[list[int], list[list[str]]]:
-    """Return what `_read` returns, and take a step meanwhile. All ranks call this."""
+    """Return what `_read` returns while this rank takes a step. All ranks call this."""
     accumulate(worker, [make_batch((14, 8), seed=740 + subject.data_rank)])
     first = next(local)
 

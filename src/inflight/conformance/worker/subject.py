@@ -1,4 +1,4 @@
-"""One rank of a worker under check: makes workers, lets ranks exchange values, and keeps measurements.
+"""One rank of a worker under check: creates workers, exchanges values with other ranks, and records measurements.
 
 The target's kind creates every worker from ``model_path`` and the options on the command line.
 """
@@ -57,7 +57,8 @@ class WorkerSubject:
 
     @classmethod
     def open(cls, target: WorkerTarget, directory: Path, *, rank: int, num_ranks: int, session: int) -> WorkerSubject:
-        """Join the ranks of a session through files in ``directory``. Errors of creating a worker propagate."""
+        """Join the ranks of a session through files in ``directory``. Errors raised while creating a worker
+        propagate."""
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
         store = dist.FileStore(str(directory / f"store-{session}"), num_ranks)  # type: ignore[attr-defined]
         exchange_store = dist.FileStore(str(directory / f"exchange-{session}"), num_ranks)  # type: ignore[attr-defined]
@@ -69,7 +70,7 @@ class WorkerSubject:
     ) -> WorkerSubject:
         """Form torch's default group over ``store``; values are exchanged over ``exchange_store``.
 
-        Errors of creating a worker propagate.
+        Errors raised while creating a worker propagate.
         """
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=_GROUP_TIMEOUT)
@@ -102,7 +103,7 @@ class WorkerSubject:
 
     @property
     def data_rank(self) -> int:
-        """Return which share of the data this rank computes; several ranks may compute one together."""
+        """Return the index of this rank's share of the data. Several ranks may compute one share together."""
         return self._share.rank
 
     @property
@@ -125,7 +126,7 @@ class WorkerSubject:
         gc.collect()
 
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
-        """Call a check's function; if it fails, notify the ranks that wait for this one."""
+        """Call a check's function; if it fails, notify the ranks that are waiting for this one."""
         try:
             self._thread.call(lambda: function(self), deadline_s, self.ranks.abandoned_by_other)
         except CheckSkipped as reason:
@@ -149,11 +150,11 @@ class WorkerSubject:
         return load_worker_kind(self.target.factory).create({"model_path": str(path), **options, **more})
 
     def model(self, *, tied: bool = False) -> Path:
-        """Return the kit's tiny float32 checkpoint, made once."""
+        """Return the kit's tiny float32 checkpoint, which is created once."""
         return self.large_model("tied" if tied else "untied", hidden_size=32, num_layers=2, tied=tied)
 
     def large_model(self, name: str, *, hidden_size: int, num_layers: int, tied: bool = False) -> Path:
-        """Return a checkpoint of the kit of this size, which rank 0 makes once while the other ranks wait."""
+        """Return the kit's checkpoint of this size, which rank 0 creates once while the other ranks wait."""
         size: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": VOCAB_SIZE}
         family: Family = "qwen3_moe" if self.target.experts else "qwen3"
         return self._made_once(
@@ -173,11 +174,11 @@ class WorkerSubject:
         return self._made_once("steep", make)
 
     def seeing_model(self) -> Path:
-        """Return the kit's checkpoint of a model that accepts images, which rank 0 makes once."""
+        """Return the kit's checkpoint of a model that accepts images, which rank 0 creates once."""
         return self._made_once("seeing", make_seeing_model)
 
     def mixture(self) -> Path:
-        """Return the kit's mixture of experts, which rank 0 makes once."""
+        """Return the kit's mixture of experts, which rank 0 creates once."""
         return self._made_once("mixture", lambda path: make_tiny_model(path, family="qwen3_moe", tokenizer=False))
 
     def _made_once(self, name: str, make: Callable[[Path], object]) -> Path:
@@ -194,9 +195,8 @@ class WorkerSubject:
         return path
 
     def require_on_all_ranks(self, holds: object, message: str) -> None:
-        """Fail the check on every rank unless ``holds`` on all of them, so that none keeps running on its own; all call
-        this.
-        """
+        """Fail the check on every rank unless ``holds`` is true on all, so that none runs on alone. All ranks call
+        this."""
         problems = self.ranks.exchange("" if holds else message)
         for rank, problem in enumerate(problems):
             require(not problem, problem if rank == self.rank else f"on rank {rank}: {problem}")

@@ -15,7 +15,7 @@ from inflight.conformance.judge import Hung
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-"""Time for a rank that is still running after another one ended early."""
+"""How long a rank may keep running after another one has ended early."""
 
 
 class CheckThread:
@@ -28,8 +28,8 @@ class CheckThread:
     def call(self, function: Callable[[], Any], deadline_s: float, abandoned: Callable[[], str | None]) -> Any:
         """Return what the function returns. Raises what it raises, and `Hung` if it does not end in time.
 
-        Once ``abandoned`` returns a reason, waiting is pointless and the function gets only a few more seconds. After
-        `Hung`, the function still runs, and nothing else may be called.
+        Once ``abandoned`` returns a reason, waiting is pointless, so the function gets only a few more seconds. After
+        `Hung`, the function is still running, and no other call is allowed.
         """
         future: Future[Any] = Future()
         self._calls.put((future, function))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Differences that count as equal. The kit's models have two layers and logits of several units."""
+    """The largest differences between values that count as equal. The kit's models have two layers and logits of
+    several units."""
 
     dtype: str
     logprob: float

@@ -35,7 +35,7 @@ _END_S = 10.0
 
 
 class TorchrunKit:
-    """Checks a worker as `inflight.conformance.kit.Kit` does. Every rank makes one and makes the same calls.
+    """Checks a worker as `inflight.conformance.kit.Kit` does. Every rank creates one and makes the same calls.
 
     Raises `ConfigError` if the ranks or their workers cannot be created.
     """
@@ -76,7 +76,7 @@ class TorchrunKit:
 
 
 def _join(target: WorkerTarget) -> WorkerSubject:
-    """Return this rank's subject, with a directory that all ranks see."""
+    """Return this rank's subject, with a directory that all ranks can see."""
     store, rank, num_ranks = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
     ranks = Ranks(dist.PrefixStore("inflight-check/directory", store), rank, num_ranks)  # type: ignore[attr-defined]
     mine = tempfile.mkdtemp(prefix="inflight-check-") if rank == 0 else ""
@@ -112,7 +112,7 @@ def _verdict_of_all(subject: WorkerSubject, check: Check) -> Verdict:
 
 
 def _end_soon(subject: WorkerSubject) -> None:
-    """Return on rank 0, which ends within ten seconds, and then end the other ranks."""
+    """Return on rank 0, which ends within ten seconds; on every other rank, wait for that and then end the process."""
     if subject.rank == 0:
         shutil.rmtree(subject.directory, ignore_errors=True)
         # A hung call may block the interpreter's shutdown; this does not depend on it.
