@@ -1,4 +1,4 @@
-"""Arguments that several kinds of checks share: those that name the endpoint, and those that name the worker."""
+"""Command-line arguments that several kinds of checks share: those that specify the endpoint or the worker."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_endpoint_arguments(
 
 
 def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> EndpointTarget:
-    """Return the endpoint that these arguments name. Raises `ConfigError`."""
+    """Return the endpoint that these arguments specify. Raises `ConfigError`."""
     if (arguments.target is None) == (arguments.serve is None):
         raise ConfigError("specify which endpoint to check: exactly one of a URL, module:function and --serve COMMAND")
     if arguments.model is not None and not arguments.model.is_dir():
@@ -78,7 +78,7 @@ def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Endpo
 
 
 def worker_factory(text: str) -> str:
-    """Return the ``module:attribute`` of a worker kind; a name without a colon is the name of an installed kind."""
+    """Return the ``module:attribute`` of a worker kind. A text without a colon is the name of an installed kind."""
     if ":" in text:
         check_reference(text)
         return text

@@ -1,4 +1,4 @@
-"""Blocking calls that run alongside a check, each in a daemon thread, and may end late or never."""
+"""Blocking calls that run alongside a check, each in a daemon thread. They may end late or never."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.conformance.judge import Hung
 T = TypeVar("T")
 
 SLACK_S = 2.5
-"""How much later than its timeout a call may end on a busy machine."""
+"""By how much a call may exceed its timeout on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)

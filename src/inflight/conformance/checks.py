@@ -40,21 +40,21 @@ class Check:
     """One requirement of docs/contract.md and the function that tests it."""
 
     id: str
-    """``E-`` endpoints, ``U-`` updates, ``W-`` workers, ``T-`` transports, and a number."""
+    """A number after ``E-`` (endpoints), ``U-`` (updates), ``W-`` (workers) or ``T-`` (transports)."""
     level: str
     requirement: str
     look_at: str
     """Where an implementer should look first if the requirement does not hold."""
     function: Callable[[Any], Any]
-    """Takes the subject. A coroutine function for endpoints, a plain function elsewhere."""
+    """Takes the subject. It is a coroutine function in checks of endpoints, and a plain function otherwise."""
     deadline_s: float = 20.0
     """A check that takes longer counts as hung."""
     needs: tuple[str, ...] = ()
-    """What the subject must offer; the check is skipped otherwise."""
+    """What the subject must offer. Otherwise the check is skipped."""
     before: Callable[[Any], Any] | None = None
-    """Workers: runs on a single rank first, and stores what ``function`` needs in the subject's directory."""
+    """For workers: runs first, on a single rank, and stores what ``function`` needs in the subject's directory."""
     after: Callable[[Any], Any] | None = None
-    """Workers: runs on a single rank once ``function`` has run on all of them."""
+    """For workers: runs on a single rank once ``function`` has run on all ranks."""
 
     def __str__(self) -> str:
         return f"{self.id} {self.function.__name__}"
@@ -99,7 +99,8 @@ def check(
 
 
 def look_at(hint: str) -> Callable[[Function], Function]:
-    """Return a decorator that sets ``look_at`` of the function's checks, for texts too long for a line with `check`."""
+    """Return a decorator that sets ``look_at`` of the function's checks, for texts that do not fit into a line of
+    `check`."""
 
     def added(function: Function) -> Function:
         vars(function)["look_at"] = hint

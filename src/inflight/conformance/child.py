@@ -1,7 +1,7 @@
 """A process that runs checks and can be killed if a check never returns: ``python -m`` with a socket's file descriptor.
 
-Lines of JSON in: first a `ChildSetup`, then one `Command` per check. Lines of JSON out: first `ChildReady`, then one
-`Judgement` per command. The process ends with its parent.
+The process reads lines of JSON: first a `ChildSetup`, then one `Command` per check. It writes lines of JSON: first
+`ChildReady`, then one `Judgement` per command. The process ends with its parent.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class ChildSetup(WireModel):
 
 
 class ChildReady(WireModel):
-    """Reports that the subject was created, with facts for the certificate, or in ``problem`` why it was not."""
+    """Reports that the subject was created, with facts for the certificate, or else states in ``problem`` why it was
+    not."""
 
     facts: dict[str, object] = Field(default_factory=dict)
     problem: str = ""
 
 
 class Command(WireModel):
-    """A request to run one check, or its stage ``before`` or ``after``."""
+    """A request to run one check's function, or its stage ``before`` or ``after``."""
 
     check: str
     stage: str = "function"

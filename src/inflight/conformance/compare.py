@@ -1,4 +1,4 @@
-"""The changes between two certificates of one implementation, in checks and in circumstances."""
+"""The changes between two certificates of one implementation: in the checks, and in the circumstances of the runs."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Change(WireModel):
     id: str
     requirement: str
     before: CheckOutcome | None
-    """None if the check is not among the old verdicts."""
+    """None if the old certificate has no verdict on the check."""
     after: CheckOutcome | None
-    """None if the check is not among the new verdicts."""
+    """None if the new certificate has no verdict on the check."""
     message: str = ""
     """The message of the newer verdict."""
 
 
 class FactChange(WireModel):
-    """A version, flag, capability or property of the machine that differs; None on the side without it."""
+    """A version, flag, capability or property of the machine that differs. A side that lacks it has None."""
 
     name: str
     before: str | None
@@ -142,7 +142,7 @@ def _title(certificate: Certificate) -> str:
 
 
 def _facts(certificate: Certificate) -> Iterator[tuple[str, str]]:
-    """Yield the circumstances of a run as pairs of a dotted name and a text."""
+    """Yield the circumstances of a run as pairs of a dotted name and a string."""
     for name in ("protocol_version", "kit_version", "target", "implementation", "implementation_version"):
         yield name, str(getattr(certificate, name))
     for name in ("flags", "capabilities", "environment"):

@@ -1,7 +1,8 @@
-"""A sender in its own process that checks can stop or kill: ``python -m`` with lines of JSON as input and output.
+"""A sender in its own process, which checks can stop or kill: ``python -m`` with lines of JSON as input and output.
 
 The process hosts the store of the weight group, joins as rank 0 and sends; the check makes the control calls. The input
-is one `SendCommand` per group. The output is the `ProcessGroupSpec` with which the endpoint joins that group.
+is one `SendCommand` per group. For each command, the output is the `ProcessGroupSpec` with which the endpoint joins
+that group.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import ProcessGroupSpec, WeightUpdate, WireModel
 
 _START_S = 30.0
-"""Time to import torch in the new process."""
+"""Time limit for importing torch in the new process."""
 
 
 class SendCommand(WireModel):
@@ -37,7 +38,7 @@ class SendCommand(WireModel):
 
 
 class DoomedSender:
-    """The check's side of a process that sends."""
+    """The check's side of the sending process."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -62,7 +63,7 @@ class DoomedSender:
 
 @contextlib.asynccontextmanager
 async def start_doomed_sender() -> AsyncIterator[DoomedSender]:
-    """Yield a process that sends, and kill it on exit."""
+    """Start a sending process, yield it, and kill it on exit."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", __name__), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24
     )

@@ -1,6 +1,6 @@
 """Expected failures: checks that are known not to hold yet, with reasons, in a TOML file that is kept in git.
 
-One line per check, ``id = "reason"``::
+The file has one line per check, ``id = "reason"``::
 
     E-12 = "prompt logprobs are rounded to four digits, issue 31"
     U-07 = "no lease on a pause yet"

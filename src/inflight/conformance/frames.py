@@ -16,7 +16,8 @@ _LIBRARIES = tuple(
 
 
 def own_frame(error: BaseException) -> str | None:
-    """Return the innermost frame outside installed packages, the standard library and inflight, or None.
+    """Return the innermost frame outside installed packages, the standard library and inflight, or None if there is
+    none.
 
     If the error was raised from another error, the frame of that error takes precedence.
     """

@@ -1,7 +1,7 @@
-"""The kit runs checks on a target in processes that it can kill, and returns their verdicts.
+"""The kit runs checks on a target in processes that it can kill, and returns the verdicts on the checks.
 
-A check that blocks or kills its process affects only that process: the kit records the process's stacks, kills it with
-everything that it started, and runs the next check in a new process.
+A check that blocks or kills its process affects only that process: the kit records the stacks of the process, kills it
+and everything that it started, and runs the next check in a new process.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from inflight.wire import WireModel
 Message = TypeVar("Message", bound=WireModel)
 
 _CLOSE_S = 25.0
-"""Time to restore the original weights of a server that outlives the kit."""
+"""Time limit for restoring the original weights of a server that outlives the kit."""
 _PREPARE_S = 20.0
-"""Time to restore the subject before a check, in addition to restarting it and the check's own deadline."""
+"""Time limit for restoring the subject before a check, on top of the time for restarting it and the check's
+deadline."""
 
 
 class Gone(NamedTuple):
@@ -63,7 +64,7 @@ class Kit:
         self._num_sessions = 0
         self._facts: Mapping[str, Any] = {}
         self._last: Verdict | None = None
-        """The verdicts of the checks that have run."""
+        """The verdict on the last check that has run."""
         self._unmakable: ConfigError | None = None
         self.gone: Gone | None = None
         """The check since which the subject could not be restored; None while it is available."""
@@ -97,7 +98,8 @@ class Kit:
     def run(self, check: Check) -> Verdict:
         """Return the verdict of one check. Raises `ConfigError` if the subject cannot be created.
 
-        If an endpoint cannot be restored, further checks are skipped until it can be; `gone` reports since which check.
+        If an endpoint cannot be restored, further checks are skipped until it can be. `gone` records since which check
+        that has been so.
         """
         try:
             verdict, is_gone = self._judged(check)
@@ -122,7 +124,7 @@ class Kit:
         return verdict_of(check, CheckOutcome.SKIPPED, message=reason)
 
     def _judged(self, check: Check) -> tuple[Verdict, bool]:
-        """Return a verdict, and whether the check did not run for lack of a subject. Raises `ConfigError`."""
+        """Return a verdict, and whether the check could not run because there was no subject. Raises `ConfigError`."""
         total_s = 0.0
         evidence: dict[str, Any] = {}
         for stage, num_ranks in (("before", 1), ("function", self._num_ranks), ("after", 1)):

@@ -1,4 +1,4 @@
-"""Creates the kit's checkpoints, which are tiny and random and whose distributions are far from uniform."""
+"""Creates the kit's checkpoints: tiny random models whose distributions are far from uniform."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.engines.embedded.tiny_images import TinyImageShape, create_tiny_im
 def make_seeing_model(path: Path, *, seed: int = 0) -> Path:
     """Write a random float32 checkpoint of a model that accepts images, and return ``path``.
 
-    Its distributions are equally far from uniform.
+    Its distributions are as far from uniform as those of `make_tiny_model`.
     """
     shape = TinyImageShape(hidden_size=64, num_heads=2, max_model_len=1024)
     model = create_tiny_image_model(shape, seed)

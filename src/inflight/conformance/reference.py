@@ -43,15 +43,15 @@ class ReferenceCheckpoint:
         self._stored_names = stored_names(self._model)
         self._loaded: ReferenceWeights | None = None
         self._perturbed: tuple[tuple[str, int], ReferenceWeights] | None = None
-        """The arguments of the last call of `perturbed`, and its result."""
+        """The arguments and the result of the last call of `perturbed`."""
         self.images = load_image_processor(path)
-        """None if the model accepts no images."""
+        """None if the model does not accept images."""
         self.tokenizer = load_tokenizer(path)
         self.max_model_len = max_model_len_of(self.config)
         self.vocab_size = _vocab_size(self._model)
         self.is_tied = bool(self.config.get_text_config().tie_word_embeddings)
         self._is_fused = any(".experts." in name for name in self._stored_names.values())
-        """Whether transformers fuses the experts of a layer, so that only its own loader knows their parameters."""
+        """Whether transformers fuses the experts of a layer, so that only its own loader can set their parameters."""
         self.weights = ReferenceWeights("A", self._stored())
 
     def cast(self, dtype: str) -> None:
@@ -68,7 +68,8 @@ class ReferenceCheckpoint:
         return frozenset()
 
     def _stored(self) -> dict[str, torch.Tensor]:
-        """The trained tensors in the model's order; tied tensors have the first name that the model uses."""
+        """The trained tensors in the model's order. Tied tensors appear once, under the first name that the model
+        uses."""
         stored: dict[str, torch.Tensor] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             stored.update(load_file(file))
@@ -89,7 +90,8 @@ class ReferenceCheckpoint:
         return names[0]
 
     def with_final_norm(self, factor: float, label: str) -> ReferenceWeights:
-        """Return weights whose logits are ``factor`` times as large, exactly so if it is plus or minus a power of two.
+        """Return weights whose logits are ``factor`` times as large: exactly, if ``factor`` is plus or minus a power of
+        two.
 
         Keys and values are unchanged, because the scaled norm comes after every layer.
         """
@@ -136,7 +138,7 @@ class ReferenceCheckpoint:
     ) -> torch.Tensor:
         """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn, computed in ``dtype``.
 
-        With ``images``, all placeholders must belong to these images. With a ``window``, a token attends to that many
+        If there are ``images``, all placeholders must belong to them. With a ``window``, a token attends to that many
         tokens only, including itself.
         """
         model = self._model_of(weights, dtype)
@@ -155,12 +157,12 @@ class ReferenceCheckpoint:
     def mixed_logits(
         self, parts: Sequence[tuple[ReferenceWeights, int]], ids: Sequence[int], first: int, dtype: str = "float32"
     ) -> torch.Tensor:
-        """Return float32 [T, V]: the logits at positions ``first`` to the last but one, computed in ``dtype``.
+        """Return float32 [T, V]: the logits from position ``first`` to the last but one, computed in ``dtype``.
 
         The keys and values come from several sets of weights.
 
-        ``parts`` lists pairs of weights and a bound, in order: the weights compute the keys and values of the positions
-        up to the bound.
+        ``parts`` is an ordered list of pairs of weights and a bound. Each set of weights computes the keys and values
+        of the positions from the previous bound up to its own.
         """
         cache, logits, done = None, [], 0
         for weights, stop in parts:
@@ -179,7 +181,8 @@ class ReferenceCheckpoint:
         completion: Sequence[int],
         dtype: str = "float32",
     ) -> torch.Tensor:
-        """Return float32 [T, V] when keys and values are kept: those of each position come from its step's weights.
+        """Return float32 [T, V]: the logits if keys and values are kept, those of each position from the weights of its
+        step.
 
         The step that samples token k computes the keys and values of token k - 1, and the first step those of the
         prompt.
@@ -199,7 +202,7 @@ class ReferenceCheckpoint:
         return chosen(distribution(self.logits(weights, prompt, completion, images), sampling), completion)
 
     def rounding(self, dtype: str, ids: Sequence[int]) -> float:
-        """Return the largest change in the logprobs of these tokens that computing in ``dtype`` causes.
+        """Return the largest change in the logprobs of these tokens that is caused by computing in ``dtype``.
 
         It is the larger of the changes under the checkpoint's weights and under perturbed weights, which checks also
         use.
@@ -237,7 +240,7 @@ def _vocab_size(model: Any) -> int:
 
 
 def distribution(logits_TV: torch.Tensor, sampling: SamplingParams | None = None) -> torch.Tensor:
-    """Return float64 [T, V]: log-probabilities after temperature, top-k, top-p and min-p, -inf where filtered out.
+    """Return float64 [T, V]: logprobs after temperature, top-k, top-p and min-p, -inf for tokens that are filtered out.
 
     Without parameters, or at temperature 0, they are the log-softmax of the unscaled logits. The code is deliberately
     simple.

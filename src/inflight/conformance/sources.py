@@ -1,4 +1,5 @@
-"""The digest of the sources that a certificate depends on, so that an unchanged adapter needs no new certificate.
+"""The digest of the sources that a certificate depends on: an adapter whose sources are unchanged needs no new
+certificate.
 
     python -m inflight.conformance.sources CERTIFICATE.json
 
@@ -40,13 +41,14 @@ class _Module(NamedTuple):
     digest: str
     """SHA-256 of the module's syntax tree without docstrings."""
     imports: tuple[tuple[str, str], ...]
-    """Module and name; the name is empty if the module itself is imported. Imports for type checkers are left out."""
+    """Pairs of a module and a name, which is empty if the module itself is imported. Imports for type checkers are left
+    out."""
 
 
 def digest(kind: str, target: str, implementation: str) -> str:
     """Return the SHA-256 of the sources of a target of this kind whose implementation has this name.
 
-    Empty if the package is unknown, for example that of another project's server behind a URL.
+    The result is empty if the package is unknown, for example if another project's server runs behind a URL.
     """
     package = _package(target, implementation)
     if package is None:
@@ -64,7 +66,7 @@ def digest(kind: str, target: str, implementation: str) -> str:
 
 
 def is_current(certificate: Certificate) -> bool:
-    """Return whether a complete certificate conforms to this protocol version and was made with the installed
+    """Return whether a certificate is complete, conforms to this protocol version and was made with the installed
     sources."""
     is_good = certificate.conforms and not certificate.left_out and certificate.protocol_version == PROTOCOL_VERSION
     return (
@@ -97,7 +99,8 @@ def _beginning(kind: str) -> list[Path]:
 def _follow_imports(begin: set[Path], others: set[Path]) -> set[Path]:
     """Return these files and those of inflight that they import, directly or indirectly.
 
-    ``others`` are the directories with the checks of other kinds, which the modules that all kinds share also import.
+    ``others`` are the directories with the checks of other kinds. Imports of them by the modules that all kinds share
+    are not followed.
     """
     found, left = set(begin), list(begin)
     while left:
@@ -114,7 +117,7 @@ def _follow_imports(begin: set[Path], others: set[Path]) -> set[Path]:
 def _resolve_import(module: str, name: str) -> Path | None:
     """Return the file that this import refers to.
 
-    If a package re-exports the name, it is the file of the defining module.
+    If a package re-exports the name, this is the file of the defining module.
     """
     path = _file(f"{module}.{name}") if name else None
     if path is not None or (path := _file(module)) is None or path.name != "__init__.py":
@@ -162,7 +165,7 @@ def _is_text(part: ast.AST) -> bool:
 
 
 def main(path: Path) -> int:
-    """Print whether a kept certificate holds for the installed sources; return the exit status."""
+    """Print whether the certificate in a file holds for the installed sources; return the exit status."""
     try:
         holds = is_current(read_certificate(path))
     except ConfigError as error:

@@ -78,7 +78,8 @@ def run_suite(
 
 
 def _as_root(verdict: Verdict, target: Target, why: str | None) -> Verdict:
-    """Return the verdict, marked if later checks were skipped because the target became unavailable after it."""
+    """Return the verdict. If ``why`` is given, note that the target was unavailable afterwards and checks were
+    skipped."""
     if why is None:
         return verdict
     words = "this is the failure that matters: the checks that follow were skipped"

@@ -1,4 +1,4 @@
-"""The targets of the kit: endpoints, workers and transports, by URL, command or ``module:function``."""
+"""The targets of the kit: endpoints, workers and transports, specified by a URL, a command or ``module:function``."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class EndpointTarget(_Target):
     token: str | None = None
     """The token for the control routes of a URL."""
     worker: str | None = None
-    """The worker to compare logprobs with, as ``module:attribute``. None means the forward pass of transformers."""
+    """The worker whose logprobs the endpoint's are compared with, as ``module:attribute``. None means transformers."""
     tolerance: float | None = None
-    """Maximum difference between equal logprobs. None means that the dtype that the endpoint reports determines it."""
+    """Maximum difference between equal logprobs. If None, it follows from the dtype that the endpoint reports."""
 
     @property
     def label(self) -> str:
@@ -67,9 +67,8 @@ class WorkerTarget(_Target):
     factory: str
     num_ranks: int = 1
     options_of_ranks: dict[str, Any] = Field(default_factory=dict)
-    """Further options of workers on several ranks. A single rank that they are compared with does not receive these
-    options.
-    """
+    """Further options for workers on several ranks. A single rank with which they are compared does not receive these
+    options."""
     experts: bool = False
     """Whether the kit's checkpoints are mixtures of experts."""
 
@@ -83,7 +82,7 @@ class WorkerTarget(_Target):
 class TransportTarget(_Target):
     """A transport to check: the name of an installed one, or ``module:attribute`` of an `inflight.contracts.Transport`.
 
-    With options, ``module:attribute`` is a function that creates a transport from them.
+    If there are options, ``module:attribute`` is a function that creates a transport from them.
     """
 
     kind: Literal["transport"] = "transport"

@@ -1,4 +1,4 @@
-"""Verdicts of single checks, and the certificate of a whole run, which is kept, displayed and compared."""
+"""Verdicts on single checks, and the certificate of a whole run, which can be kept, displayed and compared."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class Certificate(WireModel):
     flags: dict[str, str] = Field(default_factory=dict)
     """The options of the run, including the model and the number of ranks."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Versions and machine, see `environment`."""
+    """Versions and the machine; see `environment`."""
     sources: str = ""
     """Digest of the checked sources (see `inflight.conformance.sources`); empty if they are unknown."""
     capabilities: dict[str, Any] = Field(default_factory=dict)
     """What an endpoint reported; empty for other kinds."""
     tolerance: float | None = None
-    """Maximum difference between logprobs of an endpoint that counted as equal."""
+    """For endpoints, the maximum difference between logprobs that counted as equal."""
     slowness: float = Field(default=1.0, ge=1)
     """Factor by which the limits of checks were extended, according to the measured pace of an endpoint."""
     started_at: str
@@ -107,7 +107,7 @@ class Certificate(WireModel):
 
 
 def merged(verdicts: Sequence[Verdict]) -> Verdict:
-    """Return the verdict of all ranks: the worst of them, which names its rank.
+    """Return the worst of all ranks' verdicts; its message names the rank.
 
     If some ranks hang because another rank raised an error, the message begins with that error.
     """
@@ -129,7 +129,7 @@ def merged(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def environment() -> dict[str, str]:
-    """Return versions of Python and of the packages that matter, and the machine."""
+    """Return the versions of Python and of the relevant packages, and a description of the machine."""
     import os
     import platform
     from importlib.metadata import PackageNotFoundError, version

@@ -1,4 +1,5 @@
-"""A fleet under faults: seeded schedules of faults during weight updates, and a judge that observes them from outside.
+"""A fleet under faults: seeded schedules inject faults into weight updates, and a judge observes the servers from
+outside.
 
 ``inflight check fleet`` runs it against any server.
 """

@@ -15,7 +15,7 @@ from inflight.conformance.fleet.plan import TRANSPORTS, Kind, Transport, sites
 
 @dataclass(frozen=True, slots=True)
 class ScheduleResult:
-    """The result of one schedule. ``problems`` is empty if everything held."""
+    """The result of one schedule. ``problems`` is empty if every requirement held."""
 
     seed: int
     transport: Transport
@@ -23,7 +23,7 @@ class ScheduleResult:
     settings: str = ""
     problems: tuple[str, ...] = ()
     injected: tuple[tuple[str, str], ...] = ()
-    """Pairs of a step and a kind of fault that was injected at that step."""
+    """The injected faults, as pairs of a step and the kind of fault that was injected there."""
     outcomes: tuple[str, ...] = ()
     """For each publish, ``returned`` or the name of the exception, followed by the outcome of each endpoint."""
     slowest_publish_s: float = 0.0
@@ -68,7 +68,7 @@ def summary(
 def text_of(figures: dict[str, Any], again: str) -> str:
     """Return a readable summary: the failed schedules, and the counts.
 
-    ``again`` is a command that runs one schedule again when its seed is appended.
+    ``again`` is the command to which the options are appended that run a failed schedule again.
     """
     lines = []
     for row in figures["failed"]:

@@ -40,7 +40,7 @@ async def converse(
 ) -> None:
     """Send one request after another until ``is_over`` is set, and append each finished request to ``conversations``.
 
-    ``pause_s`` is the time between them.
+    ``pause_s`` is the time between two requests.
     """
     server = endpoint.server
     while not is_over.is_set():
@@ -61,7 +61,8 @@ async def converse(
 
 
 def problems_of(conversation: Exchange, palette: Palette, capabilities: Capabilities, *, may_abort: bool) -> list[str]:
-    """Return the problems with how a request ended. ``may_abort`` means that an update used the policy ``abort``."""
+    """Return what is wrong with the way a request ended. ``may_abort`` means that an update used the policy
+    ``abort``."""
     name, response, server = conversation.request.request_id, conversation.response, conversation.server
     if response is None:
         error = conversation.error

@@ -40,7 +40,7 @@ from inflight.wire import (
 T = TypeVar("T")
 
 _LATE_S = 6.0
-"""Seconds for which the end of a schedule waits for late calls."""
+"""For how many seconds the end of a schedule waits for late calls."""
 
 
 class Faults:
@@ -55,16 +55,16 @@ class Faults:
         self.cancel_arrives = cancel_arrives
         self.injected: list[Fault] = []
         self.problems: list[str] = []
-        """Calls that servers accepted although they had to refuse them."""
+        """Calls that servers should have refused but accepted."""
         self.take_over = threading.Event()
         self.replaced = threading.Event()
-        """Set once a trainer that died has a successor; ranks that wait for the successor then resume."""
+        """Set once a trainer that died has a successor; ranks that are waiting for it then resume."""
         self.proxied = {f.endpoint for f in plan.faults if f.kind in (Kind.CUT, Kind.CORRUPT)}
         self.proxies: dict[tuple[int, int], TcpProxy] = {}
         self.aborted: set[TestedServer] = set()
         """Servers that received an update with the policy ``abort``."""
         self.over: set[tuple[TestedServer, int, UpdateRef]] = set()
-        """Sessions that a server process has ended: their calls must have no further effect."""
+        """Sessions that have ended in a server process. Their calls must have no further effect."""
         self.incarnations: dict[tuple[TestedServer, int], int] = {}
         """The highest incarnation that has joined each server process."""
         self._late_s = _LATE_S * testbed.scale
@@ -73,7 +73,8 @@ class Faults:
         self._counts: Counter[tuple[int, UpdateStep, int]] = Counter()
         self._num_calls: Counter[TestedServer] = Counter()
         self._late: list[tuple[TestedServer, Call[Any], int]] = []
-        """Late calls, each of which arrives once its server has received a given number of calls."""
+        """Late calls: the server, the call, and the number of calls that the server must have received before it
+        arrives."""
         self.arriving: list[Future[Any]] = []
         """Calls that `flush` waits for."""
 
@@ -104,7 +105,7 @@ class Faults:
             self._late.append((server, call, self._num_calls[server] + num_calls))
 
     def count(self, server: TestedServer) -> None:
-        """Count a call to ``server``, and deliver the late calls that waited for it."""
+        """Count a call to ``server``, and deliver the late calls that are now due."""
         with self._lock:
             self._num_calls[server] += 1
         self._let_arrive(lambda late, at: self._num_calls[late] >= at)
@@ -283,7 +284,7 @@ class FaultyEndpoint(InferenceEndpoint):
         return await self._run_in_loop(self.server.deliver(call))
 
     async def _run_in_loop(self, call: Coroutine[Any, Any, T]) -> T:
-        """Make a call in the servers' loop. ``cancel_arrives`` specifies whether it is cancelled with its caller."""
+        """Make a call in the servers' loop. If ``cancel_arrives`` is set, it is cancelled when its caller is."""
         future = asyncio.wrap_future(self._faults.loop.start(call))
         if self._faults.cancel_arrives:
             return await future

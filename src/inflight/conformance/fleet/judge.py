@@ -27,7 +27,7 @@ _WATCH_S = 0.03
 class ServerObservation(NamedTuple):
     """A server's report and the weights that it samples from.
 
-    ``is_steady`` means that the report did not change meanwhile.
+    ``is_steady`` means that the report did not change while the weights were observed.
     """
 
     said: WeightVersion
@@ -43,7 +43,7 @@ def outcome(published: PublishRecord) -> str:
 
 
 def publishes(trainers: Sequence[FleetTrainer], servers: Sequence[TestedServer], scale: float) -> list[str]:
-    """Return the problems with the reports and durations of publishes."""
+    """Return what is wrong with the reports and durations of publishes."""
     problems = []
     all_lived = all(server.num_starts == 1 for server in servers)  # a restarted server has forgotten incarnations
     for trainer in trainers:
@@ -88,7 +88,7 @@ async def _seen(server: TestedServer) -> ServerObservation | None:
 
 
 async def served(servers: Sequence[TestedServer], published: PublishRecord, *, is_alone: bool) -> list[str]:
-    """Return the differences between a report and the served weights.
+    """Return the differences between the report of a publish and the weights that the servers serve.
 
     ``is_alone`` means that no other trainer is publishing.
     """
@@ -130,7 +130,7 @@ async def _poisoned(server: TestedServer) -> list[str]:
 
 
 async def together(servers: Sequence[TestedServer], shade: Shade) -> list[str]:
-    """Return the servers that the last publish, into which no faults were injected, did not reach."""
+    """Return the servers that do not serve the last publish, into which no faults were injected."""
     problems = []
     for server in servers:
         if server.is_gone:

@@ -26,11 +26,12 @@ _TINY = 2.0**-66
 _SMALL = ("o_proj.weight", "down_proj.weight", "model.norm.weight")
 _LOGPROB_TOLERANCE = 2e-4  # float32, one log-softmax over 258 logits of a few units
 _NUM_MARKS = 64
-"""Number of different marks; a schedule has fewer shades."""
+"""Number of different marks. Each shade of a schedule has its own, because a schedule has fewer shades."""
 
 
 class Shade(NamedTuple):
-    """The name of a set of weights: version ``version`` of the trainer ``incarnation``. (0, 0) is the checkpoint."""
+    """Names a set of weights: version ``version`` of the trainer incarnation ``incarnation``. (0, 0) is the
+    checkpoint."""
 
     version: int
     incarnation: int
@@ -42,7 +43,7 @@ FROZEN = ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight")
 
 
 def make_checkpoint(path: Path) -> dict[str, torch.Tensor]:
-    """Write the model's checkpoint, shade (0, 0) of every palette, to ``path`` and return its tensors."""
+    """Write the model's checkpoint, which is shade (0, 0) of every palette, to ``path``; return its tensors."""
     make_tiny_model(path, family="llama", num_layers=1, max_model_len=512)
     file = path / "model.safetensors"
     palette = Palette(load_file(file), seed=0)
@@ -71,7 +72,7 @@ class Palette:
         return list(self._marks)
 
     def add(self, shade: Shade) -> None:
-        """Add a shade to the known ones. Tokens that no known shade explains must come from torn weights."""
+        """Add a shade to the known ones. Tokens that match no known shade must come from torn weights."""
         if shade not in self._marks:
             number = len(self._marks) % _NUM_MARKS
             self._marks[shade] = (8 + number % 8) / 8 * 2.0 ** (number // 8 - 3)
@@ -82,12 +83,12 @@ class Palette:
         return {name: self._drawn(name, shade) for name in self._like}
 
     def is_sampled_from(self, version: int | None, token: int, logprob: float) -> bool:
-        """Return whether a token's logprob matches a shade of ``version``, or any shade if that is None."""
+        """Return whether a token's logprob matches a shade of ``version``, or any shade if ``version`` is None."""
         known = [shade for shade in self.shades if version is None or shade.version == version]
         return any(self._agrees(shade, token, logprob) for shade in known)
 
     def shade_of(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> Shade | None:
-        """Return the newest shade that explains all of these tokens, or None if there is none."""
+        """Return the newest shade that all of these tokens match, or None if there is none."""
         for shade in reversed(self.shades):
             if all(self._agrees(shade, *pair) for pair in zip(token_ids, logprobs, strict=True)):
                 return shade
@@ -122,7 +123,7 @@ def _hash_of(text: str) -> int:
 
 
 def _grid(shape: tuple[int, ...], text: str) -> torch.Tensor:
-    """Return random values with three bits of mantissa and magnitudes from 1/8 to 2."""
+    """Return random values with three-bit mantissas and magnitudes from 1/8 to 2."""
     generator = torch.Generator().manual_seed(_hash_of(text))
     mantissas = torch.randint(8, 16, shape, generator=generator) / 8
     exponents = torch.randint(-3, 1, shape, generator=generator)

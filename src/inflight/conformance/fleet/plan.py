@@ -1,7 +1,7 @@
 """Fault plans: which faults are injected, and where. A plan is a pure function of its seed and can be printed.
 
-A site is a step of an update combined with a kind of fault that can happen there. Among four consecutive seeds per
-site, every site is the first fault of a plan.
+A site is a step of an update combined with a kind of fault that can happen there. Over a range of consecutive seeds
+four times as long as the list of sites, every site is the first fault of some plan.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ TRANSPORTS: tuple[Transport, ...] = ("gloo", "shm", "file", "http")
 SENDER = -1
 """Stands for the trainer's end of the data plane, in place of an endpoint's number."""
 RANK = -2
-"""Stands for the trainer's rank 1, if each of two ranks sends what it holds."""
+"""Stands for the trainer's rank 1 where two ranks each send the tensors that they hold."""
 RANK_LOST_S = 3.0
-"""How much longer than a deadline some stops of rank 1 last. By then, rank 0 has abandoned it."""
+"""By how much some stops of rank 1 outlast a deadline. By then, rank 0 has given it up."""
 NUM_BUCKETS = 3
-"""Faults are injected into one of the first buckets, of which every update has at least this many."""
+"""Faults of buckets are injected into one of the first buckets; every update has at least this many."""
 
 
 class UpdateStep(StrEnum):
     """Where a fault is injected: a call of the contract, or the trainer's sending or storing of one bucket.
 
-    Faults of rank 1 are injected before the step that is named, and those of ``RANK_ANSWER`` between sending a part and
+    Faults of rank 1 are injected just before the named step; those of ``RANK_ANSWER``, between sending a part and
     receiving its answer.
     """
 
@@ -47,12 +47,12 @@ class UpdateStep(StrEnum):
     RANK_SEND = "rank_send"
     RANK_ANSWER = "rank_answer"
     RANK_LAST = "rank_last"
-    """The message with which rank 1 waits for the order to end."""
+    """The message with which rank 1 waits for the instruction to end."""
     RANK_END = "rank_end"
 
 
 class Kind(StrEnum):
-    """The effect on the call."""
+    """A kind of fault: its effect on the call."""
 
     DELAY = "delay"
     LOSE_REQUEST = "lose_request"
@@ -121,7 +121,7 @@ _RANK_KINDS: dict[UpdateStep, tuple[Kind, ...]] = {
     UpdateStep.RANK_LAST: (*_RANK, Kind.COME_BACK),
     UpdateStep.RANK_END: _RANK,
 }
-"""Faults of rank 1, whose process belongs to the campaign wherever the servers run."""
+"""Faults of rank 1, which is always a process of the campaign, wherever the servers run."""
 OF_BUCKETS = frozenset(
     {UpdateStep.RECEIVE, UpdateStep.SEND, UpdateStep.RANK_ENCODE, UpdateStep.RANK_SEND, UpdateStep.RANK_ANSWER}
 )
@@ -173,7 +173,7 @@ class FaultPlan:
 def sites(
     transport: Transport, kinds: Collection[Kind] = INSIDE, num_senders: int = 1
 ) -> list[tuple[UpdateStep, Kind]]:
-    """Return every step of a transport, each with every kind of fault that can happen there.
+    """Return the sites of a transport: every step, combined with each kind of fault that can happen there.
 
     ``kinds`` are the kinds of `INSIDE` and `OUTSIDE` that can be injected into the servers. The steps of rank 1 come
     first, if there are 2 senders.
@@ -195,9 +195,9 @@ def fault_plan(
     kinds: Collection[Kind] = INSIDE,
     num_senders: int = 1,
 ) -> FaultPlan:
-    """Return a plan of one to three faults; if the first is at `UpdateStep.ABORT`, others make the trainer abort.
+    """Return a plan of one to three faults; if the first is at `UpdateStep.ABORT`, three more make the trainer abort.
 
-    With 2 senders, the first is a fault of rank 1.
+    With two senders, the first fault is one of rank 1.
     """
     random_ = random.Random(f"plan {seed} {transport}")
     known = sites(transport, kinds, num_senders)

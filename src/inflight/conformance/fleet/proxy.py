@@ -9,7 +9,7 @@ from inflight.base.tasks import TaskOwner, any_of
 
 _PIECE_BYTES = 1 << 16
 _LONG_ENOUGH_BYTES = 512
-"""Longer pieces carry more than the header of an answer; shorter pieces are left unchanged."""
+"""Only pieces longer than this are corrupted, because shorter ones may consist of the header of an answer alone."""
 
 
 class TcpProxy:
@@ -26,9 +26,9 @@ class TcpProxy:
         self.cut_after_bytes: int | None = None
         """A connection is cut once all connections together have carried this many more bytes, in either direction."""
         self.num_cuts = 0
-        """The number of connections to cut in that way."""
+        """How many connections are to be cut in this way."""
         self.num_corrupted = 0
-        """Number of pieces of answers whose last byte is changed."""
+        """In how many pieces of answers the last byte is changed."""
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)

@@ -29,7 +29,7 @@ from inflight.weights.transports import make_sender
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """The information that rank 1 needs from the start. It stores parts in ``directory``."""
+    """The information that rank 1 needs when it starts. Rank 1 stores its parts in ``directory``."""
 
     transport: Transport
     frozen: tuple[str, ...]
@@ -37,7 +37,7 @@ class RankSettings:
 
 
 def run_rank(connection: Connection, control: Connection, settings: RankSettings) -> None:
-    """Act as rank 1: take part in a publish for each message from ``control``, until it is closed or rank 0 is lost."""
+    """Act as rank 1: take part in one publish per message from ``control``, until that is closed or rank 0 is lost."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     campaign = _Campaign(control)
@@ -84,7 +84,7 @@ class _Campaign:
             self._control.send_bytes(json.dumps(message).encode())
 
     def due(self, link: RankLink, step: str, bucket: int) -> Fault | None:
-        """Return the fault to inject here, if any; if the fault is to cut the link, cut it."""
+        """Return the fault to inject here, if any. If the fault is a cut link, cut the link."""
         with self._lock:
             self._control.send_bytes(json.dumps({"step": step, "bucket": bucket}).encode())
             said = json.loads(self._control.recv_bytes())

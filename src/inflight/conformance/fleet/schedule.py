@@ -27,10 +27,10 @@ from inflight.conformance.fleet.trainer import FleetTrainer, TrainerSettings
 from inflight.errors import ConfigError
 
 _END_S = 15.0
-"""Time limit in seconds for clients to end their last request."""
+"""How many seconds clients have to finish their last request."""
 _FINAL_DEADLINE_S = 10.0
 _PAUSES_S = (0.1, 1.0)
-"""Time between the requests of a client, by the number of a trainer's ranks, which also need the cores."""
+"""Time between two requests of a client if trainers have one rank, and if they have two, which also need the cores."""
 _RANKS_SCALE = 3.0
 """Factor for the deadlines of trainers with two ranks, which exchange messages for each bucket."""
 _PAUSE_SLACK_S = 3.0  # the machine may be busy with other schedules
@@ -52,7 +52,7 @@ def run_schedule(
 ) -> ScheduleResult:
     """Return the judged result of a seed's schedule. If ``transport`` is None, the seed determines it.
 
-    ``num_senders`` 2 gives trainers a second rank, which sends a part of the weights.
+    If ``num_senders`` is 2, trainers have a second rank, which sends a part of the weights.
     """
     schedule = _Schedule(seed, testbed, transport, num_senders)
     with testbed.servers(schedule.palette, schedule.frozen) as servers:
@@ -192,7 +192,7 @@ class _Schedule:
         return trainer
 
     def _train(self, trainer: FleetTrainer, num_versions: int, random_: random.Random, version: int) -> int:
-        """Connect, and publish versions while the trainer is alive and not fenced; return the next version."""
+        """Connect, and publish versions for as long as the trainer is alive and not fenced; return the next version."""
         if not trainer.connect():
             return version
         if trainer is not self._trainers[0]:
@@ -221,7 +221,8 @@ class _Schedule:
         self._problems += self._loop.run(served, _JUDGE_S * self._testbed.scale)
 
     def _bring_all_together(self) -> None:
-        """End the faults, and check that a clean publish updates every remaining server to one version."""
+        """Stop injecting faults, and check that a publish without faults updates every remaining server to one
+        version."""
         deadline_s = self._final_s
         self._faults.stop()
         self._longest_pause_s = 3 * deadline_s

@@ -22,7 +22,7 @@ from inflight.conformance.fleet.sources import RankLink, ShardedShadeSource
 from inflight.errors import ConfigError
 
 _END_S = 10.0
-"""How many seconds rank 1 may take to end a publish after rank 0 has, and to exit."""
+"""How many seconds rank 1 may take to end a publish once rank 0 has ended it, and to exit."""
 _START_S = 60.0
 _COME_BACK_S = 12.0
 """Maximum time for which a rank waits for its trainer's successor before it resumes."""
@@ -96,7 +96,7 @@ class SecondRank:
             self.problems.append(f"rank 1 did not end a publish within {self._end_s:g} s of rank 0")
 
     def close(self) -> None:
-        """Let rank 1 end, and record what it leaves behind. Idempotent."""
+        """Let rank 1 end, and record anything that it leaves behind. Idempotent."""
         self._faults.replaced.set()
         self.source.link.lose("the trainer has ended")
         self._signal(signal.SIGCONT)
@@ -130,7 +130,7 @@ class SecondRank:
             self._has_ended.set()
 
     def _inject(self, fault: Fault | None) -> None:
-        """Answer which fault is due. Kill or stop the process before the answer, or shortly after it."""
+        """Answer which fault is due. If it is a kill or a stop, carry it out before the answer or shortly after it."""
         is_signal = fault is not None and fault.kind in (Kind.KILL, Kind.STOP, Kind.COME_BACK)
         if fault is None or not is_signal:
             if is_trainer := fault is not None and fault.kind is Kind.KILL_TRAINER:

@@ -1,4 +1,4 @@
-"""A trainer rank's end of a transport that injects faults into buckets."""
+"""A trainer rank's end of a transport, with faults injected into buckets."""
 
 from __future__ import annotations
 

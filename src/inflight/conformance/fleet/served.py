@@ -1,7 +1,7 @@
 """Servers that a command starts: real processes over HTTP that are killed, stopped and disconnected.
 
-They are judged only by the contract. They keep running from one schedule to the next; only servers that a fault killed
-are restarted.
+They are judged by the contract alone. They keep running from one schedule to the next, and are restarted only if a
+fault killed them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from inflight.wire import GenerateRequest, SamplingParams
 T = TypeVar("T")
 
 _START_S = 300.0
-"""Engines that compile at start take minutes on a busy machine."""
+"""Time limit for starting a server: engines that compile at start take minutes on a busy machine."""
 _CONTROL_S = 10.0
 _GENERATE_S = 60.0
 _BASE_SCALE = 2.0
-"""Factor for deadlines that were chosen for servers in one process, because several processes share the cores."""
+"""Factor for deadlines: these were chosen for servers in one process, and here several processes share the cores."""
 _NUM_PROBED = 8
 
 
@@ -166,7 +166,7 @@ class ServedTestbed(Testbed):
     """Servers that ``command`` starts, with ``{model}``, ``{port}`` and ``{token_file}`` filled in.
 
     A context manager that starts the servers on entry, and raises `ConfigError` if they do not start.
-    ``report_progress`` receives lines of progress.
+    ``report_progress`` receives lines that report progress.
     """
 
     def __init__(
@@ -204,10 +204,8 @@ class ServedTestbed(Testbed):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:
-        """Return the palette that all schedules share.
-
-        Servers begin a schedule with the weights of the previous one.
-        """
+        """Return the palette that all schedules share, because servers begin each schedule with the previous one's
+        weights."""
         return self.shades
 
     @contextlib.contextmanager

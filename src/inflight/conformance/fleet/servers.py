@@ -1,7 +1,7 @@
 """The interface through which faults and the judge access a schedule's servers, wherever the servers run.
 
-All servers of a process are called in one event loop, which has its own thread. Callers run in other loops. As across a
-network, a call may outlive its caller.
+All servers of a process are called in one event loop, which has its own thread. Callers run in other loops. As with
+calls over a network, a call may outlive its caller.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Call = Callable[[InferenceEndpoint], Awaitable[T]]
 
 _CLOSE_S = 15.0
-"""Time limit for servers that are being started to end."""
+"""Time limit for ending servers that are still being started."""
 
 
 class Loop:
@@ -88,9 +88,9 @@ class TestedServer(Protocol):
 
     @abstractmethod
     async def shade(self) -> Shade | None:
-        """Return the shade that the server samples from; None for torn weights.
+        """Return the shade that the server samples from, or None if its weights are torn.
 
-        Raises `UnreachableError` if it is down.
+        Raises `UnreachableError` if the server is down.
         """
 
     @abstractmethod
@@ -103,15 +103,15 @@ class TestedServer(Protocol):
 
 
 class Testbed(Protocol):
-    """The environment of schedules: the servers, and the features that all of them support."""
+    """What schedules run on: the servers, and the features that all of them support."""
 
     loop: Loop
     directory: Path
-    """Directory for files of schedules."""
+    """Directory for the files of schedules."""
     capabilities: Capabilities
     """Capabilities that all servers share."""
     kinds: Collection[Kind]
-    """Kinds of faults that can be injected into the servers, in addition to faults of calls and bytes."""
+    """Kinds of faults that can be injected into the servers themselves, in addition to faults of calls and bytes."""
     num_servers: int
     scale: float
     """Factor for every deadline."""
@@ -124,7 +124,8 @@ class Testbed(Protocol):
 
     @abstractmethod
     def servers(self, palette: Palette, frozen: tuple[str, ...]) -> AbstractContextManager[Sequence[TestedServer]]:
-        """Return a context that starts the servers of one schedule; their ``frozen`` tensors are the checkpoint's.
+        """Return a context that starts the servers of one schedule; their ``frozen`` tensors are those of the
+        checkpoint.
 
         Enter and exit the context in a thread other than the loop's.
         """

@@ -16,7 +16,7 @@ from inflight.wire import Box, BucketSpec, Sharding, TensorSpec
 
 
 class ShadeSource(PartialWeightSource):
-    """Rank 0 of 1, with the tensors of one shade; ``frozen`` tensors are left out."""
+    """A trainer's only rank, with the tensors of one shade; ``frozen`` tensors are left out."""
 
     rank = 0
     world_size = 1
@@ -28,7 +28,7 @@ class ShadeSource(PartialWeightSource):
         self._specs: list[TensorSpec] = []
 
     def hold(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace the held tensors by those of one shade, as an optimizer step would."""
+        """Replace the held tensors with those of a new shade, as an optimizer step would."""
         named = {name: tensor for name, tensor in tensors.items() if name not in self._frozen}
         self.version = version
         self._tensors = list(named.values())
@@ -47,10 +47,10 @@ class ShadeSource(PartialWeightSource):
 
 
 class ShardedShadeSource(ShadeSource, ShardedWeightSource):
-    """One of two ranks, each of which sends some rows of most tensors, and all of the others.
+    """One of two ranks. Of most tensors, each rank sends some rows; each other tensor is sent whole by one rank.
 
     ``reach`` is called before each part and each message, with its kind and the bucket's index. If `is_sharded` is
-    False, the next publishes gather on rank 0, which also has the whole tensors.
+    False, the following publishes gather the weights on rank 0, which also has the whole tensors.
     """
 
     world_size = 2
@@ -102,7 +102,7 @@ def sharding(index: int, shape: tuple[int, ...]) -> Sharding:
 
 
 class RankLink:
-    """One rank's end of the connection between two ranks, for short messages. Unusable after a failure."""
+    """One rank's end of the connection between two ranks, for short messages. A failure makes it unusable."""
 
     def __init__(self, connection: Connection, other: int) -> None:
         self._connection = connection

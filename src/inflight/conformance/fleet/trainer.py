@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 _BUCKET_ELEMENTS = 10_000
 CLEAN_UP_S = 6.0
-"""Seconds that a publish may take beyond its deadline."""
+"""How many seconds beyond its deadline a publish may take."""
 _CONNECT_S = 2.0
 _HANG_S = 20.0
 """A publish that has not returned this many seconds after its deadline counts as hung."""
@@ -44,7 +44,7 @@ _HANG_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """How a trainer publishes; drawn from a seed."""
+    """How a trainer publishes; the settings are drawn from a seed."""
 
     run_id: str
     transport: Transport
@@ -83,7 +83,7 @@ class TrainerSettings:
 
 @dataclass(frozen=True, slots=True)
 class PublishRecord:
-    """One call of `publish_weights`: its report, its duration, and the ``error`` it raised."""
+    """One call of `publish_weights`: its report, its duration, and the ``error`` that it raised, if any."""
 
     shade: Shade
     started: float
@@ -140,7 +140,7 @@ class FleetTrainer:
         return 0 if self.publisher is None else self.publisher.incarnation
 
     def connect(self, num_tries: int = 3) -> bool:
-        """Connect to every server that has not ended; return whether all connections succeeded."""
+        """Connect to every server that is not gone; return whether all connections succeeded."""
         settings = self.settings
         timeout_s = _CONNECT_S * settings.scale
         for _ in range(num_tries):
@@ -217,7 +217,8 @@ class FleetTrainer:
         return error is None
 
     def _end_second_rank(self, second_rank: SecondRank) -> None:
-        """Wait for rank 1; if the ranks have lost their connection to each other, end this trainer, cleanly or not."""
+        """Wait for rank 1; if the ranks have lost their connection to each other, end this trainer, with or without
+        cleaning up."""
         second_rank.end_publish()
         if second_rank.is_lost:
             if self.random_.random() < 0.5:
@@ -225,7 +226,8 @@ class FleetTrainer:
             self.is_dead.set()
 
     def react(self) -> None:
-        """After a failed publish, exclude servers that were not reached, and query those excluded before."""
+        """After a failed publish, exclude servers that were not reached, and include excluded ones that answer
+        again."""
         report = self.published[-1].report
         assert self.publisher is not None
         if self.random_.random() < 0.2:
@@ -238,7 +240,7 @@ class FleetTrainer:
             self._take_back(self._left_out, 0.3 * self.settings.scale)
 
     def gather_all(self) -> None:
-        """Exclude the servers that have ended, and include those that are alive."""
+        """Exclude the servers that are gone, and include those that are alive."""
         assert self.publisher is not None
         gone = {server.name for server in self.servers if server.is_gone}
         self._take_back(self._left_out - gone, 5.0 * self.settings.scale)
