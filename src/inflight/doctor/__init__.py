@@ -1,1 +1,1 @@
-"""Finding out why the logprobs of an inference engine differ from those of a trainer."""
+"""Finds out why the logprobs of an inference engine differ from those of a trainer."""

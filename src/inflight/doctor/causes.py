@@ -88,7 +88,7 @@ class Finding:
 
 
 def diagnose(found: Examination) -> list[Finding]:
-    """Return the causes that explain the results, most likely first; empty if the pair is healthy."""
+    """Return the causes that explain the results, most likely first; the list is empty if the pair is healthy."""
     findings = list(_findings(found))
     if not findings and found.wrong_spans is not None:  # which compares logprobs, so any other cause shows there too
         findings.append(Finding(CAUSES[10], found.wrong_spans))
@@ -158,7 +158,7 @@ def _findings(found: Examination) -> Iterator[Finding]:
 
 
 def _constant_difference(found: Examination) -> Iterator[Finding]:
-    """Yield the cause of a difference that the same weights show on both sides."""
+    """Yield the cause of a difference that appears although both sides have the same weights."""
     limits, same = found.limits, found.same
     size = f"with the same weights, logprobs differ by {same.same_weights.mean:.3g} nats on average"
     engine, trainer = same.engine, same.trainer
@@ -205,7 +205,7 @@ def _constant_difference(found: Examination) -> Iterator[Finding]:
 
 
 def _lost(found: Examination) -> Finding:
-    """Return the cause of tensors whose change does not arrive."""
+    """Return the cause if changes of some tensors do not arrive at the endpoint."""
     limits, lost = found.limits, found.lost or ()
     size = f"after an update of every tensor, logprobs differ by {found.changed.mean:.3g} nats on average"
     if not lost or len(lost) == found.num_tensors:

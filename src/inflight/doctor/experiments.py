@@ -1,7 +1,7 @@
 """Experiments on a live pair of endpoint and trainer, using only the contract.
 
-Each publishes known weights and compares logprobs, which separates the causes of a difference. The endpoint serves test
-weights meanwhile.
+Each experiment publishes known weights and compares logprobs, which separates the causes of a difference. Meanwhile,
+the endpoint serves test weights.
 """
 
 from __future__ import annotations
@@ -26,31 +26,33 @@ NUM_UPDATES = 6
 """Number of updates with unchanged weights."""
 _NUM_SPAN_UPDATES = 3
 _MAX_PUBLISHES = 40
-"""Number of updates with which to search for tensors that do not arrive."""
+"""Maximum number of updates in the search for tensors whose changes do not arrive."""
 _NUM_LOST_PARTS = 8
-"""If the changes of this many parts are lost, and none arrives, all are considered lost."""
+"""If the changes of this many parts are lost and those of none arrive, the changes of all parts are considered lost."""
 _RUNNING_S, _LEAST_TOKENS, _MOST_TOKENS = 5.0, 48, 600
-"""How long, in seconds, completions run while weights change, and their number of tokens."""
+"""How many seconds completions run while weights change, and their minimum and maximum number of tokens."""
 _TOP_K = 8
 _PREFIX_TOKENS = 192
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGap:
-    """Mean differences, in nats, of completions after an update: of a prompt that had been sampled before it, and of
-    one that differs from it in the first token."""
+    """Mean differences, in nats, of two completions after an update: that of a prompt that was also sampled before the
+    update, and that of a prompt that differs from it only in the first token."""
 
     shared: float
     fresh: float
 
     def is_stale(self, limits: Limits) -> bool:
-        """Return whether the prompt that had been sampled before the update differs because of that."""
+        """Return whether the completion of the prompt that was also sampled before the update differs for that
+        reason."""
         return self.shared > limits.mean and self.shared > 4 * self.fresh
 
 
 @dataclass(frozen=True, slots=True)
 class FilterGap:
-    """Mean differences, in nats, of completions under top-k from logprobs with and without the filter."""
+    """Mean differences, in nats, between the logprobs of completions under top-k and reference logprobs with and
+    without that filter."""
 
     filtered: float
     unfiltered: float
@@ -58,7 +60,7 @@ class FilterGap:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The results of the experiments on one pair; None for experiments that could not or need not be made."""
+    """The results of the experiments on one pair. None stands for an experiment that could not or need not be made."""
 
     dtype: str
     before: Figures
@@ -70,7 +72,7 @@ class Examination:
     again: Figures
     """Differences after an update back to the checkpoint (X2)."""
     lost: Sequence[str] | None = None
-    """Tensors whose change does not arrive (X5); empty if the search did not isolate any."""
+    """Tensors whose changes do not arrive (X5); empty if the search did not isolate any."""
     num_tensors: int = 0
     louder: Figures | None = None
     """Differences with the first lost tensor as the only change, eight times as large as the checkpoint's."""
@@ -81,7 +83,7 @@ class Examination:
     two_levels: Figures | None = None
     """Differences with matrices of two values, which every quantisation represents exactly."""
     wrong_spans: str | None = None
-    """The problem with the versions that tokens reported while weights changed (X12)."""
+    """What is wrong with the versions that tokens reported while weights changed (X12)."""
 
     @property
     def limits(self) -> Limits:
@@ -92,8 +94,8 @@ class Examination:
 async def examine(pair: Pair, report: Callable[[str], None]) -> Examination:
     """Return the results of all experiments that earlier results call for.
 
-    Afterwards the endpoint serves test weights. Errors of the endpoint and the worker propagate; raises what
-    `check_served` raises before anything is published.
+    Afterwards the endpoint serves test weights. Errors of the endpoint and the worker propagate. Before anything is
+    published, the errors of `check_served` may be raised as well.
     """
     subject = pair.subject
     weights = subject.reference.weights
@@ -151,7 +153,10 @@ async def _figures(pair: Pair, weights: ReferenceWeights) -> Figures:
 async def _lost_tensors(
     pair: Pair, other: ReferenceWeights, limits: Limits, report: Callable[[str], None]
 ) -> Sequence[str]:
-    """Return the tensors whose change alone does not arrive, or the parts that there was no time to divide further."""
+    """Return the tensors whose changes do not arrive even alone.
+
+    A part that could not be divided further within `_MAX_PUBLISHES` updates is returned whole.
+    """
     weights = pair.subject.reference.weights
     num_publishes = 0
 
@@ -177,7 +182,7 @@ def _halves(names: list[str]) -> list[list[str]]:
 
 
 async def _filter_gap(pair: Pair) -> FilterGap | None:
-    """Compare completions under top-k with the reference; None if no token can be compared."""
+    """Compare completions under top-k with the reference; return None if no token can be compared."""
     subject, gaps = pair.subject, []
     weights = subject.reference.weights
     for seed in range(4):
@@ -218,7 +223,7 @@ async def _prefix_gap(pair: Pair, report: Callable[[str], None]) -> PrefixGap:
 
 
 async def _wrong_spans(pair: Pair, token_s: float, report: Callable[[str], None]) -> str | None:
-    """Return the problem with the versions that tokens report while weights change (X12), or None if there is none.
+    """Return what is wrong with the versions that tokens report while weights change (X12), or None if nothing is.
 
     One token of a request that runs alone takes ``token_s`` seconds.
     """
@@ -244,9 +249,10 @@ async def _wrong_spans(pair: Pair, token_s: float, report: Callable[[str], None]
 
 
 def _with_equal_experts(weights: ReferenceWeights) -> ReferenceWeights | None:
-    """Return weights in which all experts of a layer are its first one, and its router is zero.
+    """Return weights in which all experts of a layer are copies of its first one and its router is zero.
 
-    Whichever experts are chosen, their outputs and their weights are then the same. None if there are no experts.
+    Whichever experts are chosen, their outputs and router weights are then the same. The result is None if the model
+    has no experts.
     """
     equal = {}
     for name in weights.tensors:
@@ -262,9 +268,9 @@ def _with_equal_experts(weights: ReferenceWeights) -> ReferenceWeights | None:
 
 
 def _with_two_levels(weights: ReferenceWeights) -> ReferenceWeights:
-    """Return weights whose matrices in decoder layers have the values c and -c, with c their mean absolute value.
+    """Return weights whose matrices in decoder layers only have the values c and -c, with c the mean absolute value.
 
-    A quantisation that scales by the largest value, of a tensor, a channel or a block, represents them exactly.
+    A quantisation that scales by the largest value of a tensor, a channel or a block represents them exactly.
     """
     tensors = {
         name: torch.where(tensor >= 0, 1.0, -1.0).to(tensor.dtype) * tensor.abs().mean()

@@ -1,7 +1,8 @@
-"""Figures of differences between trainer and behaviour logprobs, and the levels by which parts of a run are compared.
+"""Statistics of the differences between trainer and behaviour logprobs, and the levels by which parts of a run are
+compared.
 
-A level is the trimmed mean of absolute differences in nats, which a few huge tokens do not move. Shape suffix: N tokens
-at lag 0.
+A level is the trimmed mean of absolute differences in nats, which a few huge differences do not affect. Shape suffix: N
+tokens at lag 0.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ import numpy as np
 from inflight.doctor.records import Floats, Integers, Observations
 
 MIN_TOKENS = 300
-"""The smallest number of tokens from which anything is concluded."""
+"""No conclusion is drawn from fewer tokens than this."""
 WARNING, FAULT = 3.0, 10.0
-"""How many times its baseline a level must be for a warning, and for a fault."""
+"""How many times as large as its baseline a level must be to count as a warning, and as a fault."""
 _TRIMMED = 0.05
 _MAX_BINS = 24
 CERTAIN = -0.05
-"""Tokens with a higher logprob differ little regardless of the fault."""
+"""Tokens with a higher logprob differ little, whatever the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,14 @@ class Limits:
     floor: float
     """The level below which a difference counts as rounding, regardless of the baseline."""
     huge: float
-    """The absolute difference from which a single token counts as an outlier."""
+    """A single token with at least this absolute difference counts as an outlier."""
 
     @classmethod
     def of(cls, dtype: str) -> Limits:
         return cls(1e-3, 1e-5, 0.999, 3e-5, 0.1) if dtype == "float32" else cls(0.02, 1e-3, 0.99, 5e-3, 1.0)
 
     def exceeded_by(self, figures: Figures) -> bool:
-        """Return whether the two sides differ; the largest difference is not judged."""
+        """Return whether the figures exceed a limit; the largest difference is not judged."""
         return not (
             figures.mean <= self.mean
             and figures.k3 <= self.k3
@@ -51,7 +52,7 @@ class Limits:
         )
 
     def times(self, level: float, baseline: float) -> float:
-        """Return how many times its baseline a level is; levels below ``floor`` never reach `WARNING`."""
+        """Return the ratio of a level to its baseline. For levels below ``floor``, it never reaches `WARNING`."""
         return level / max(baseline, self.floor / WARNING)
 
 
@@ -88,7 +89,7 @@ class Bin(NamedTuple):
 
 
 def figures_of(difference_N: Floats) -> Figures:
-    """Return the figures of differences in nats, [N] with N > 0. Before exp, they are clamped to +-300."""
+    """Return the figures of differences in nats, [N] with N > 0. Arguments of exp are clamped to +-300."""
     size_N, clamped_N = np.abs(difference_N), np.clip(difference_N, -300, 300)
     weight_N = np.exp(clamped_N)
     return Figures(
@@ -110,11 +111,12 @@ def level_of(difference_N: Floats) -> float:
 
 
 def levels_apart(seen: Observations, label_N: Integers, *, same_versions: bool = True) -> dict[int, float] | None:
-    """Return the level of each label that has enough tokens; None if there are not two.
+    """Return the level of each label that has enough tokens, or None if fewer than two labels have.
 
-    Tokens with negative labels are omitted. With ``same_versions``, a level is the mean of those in the versions that
-    all labels have, with equal weights for each label, so that it does not depend on when each label was seen; None if
-    a label has too few tokens in these versions.
+    Tokens with negative labels are omitted. If ``same_versions`` is set, only the versions that all these labels have
+    are compared. A level is then the mean of the label's levels in these versions, with the same weights for every
+    label, so that it does not depend on when a label was seen. The result is None if a label has too few tokens in
+    these versions.
     """
     is_informative = seen.behaviour_N < CERTAIN
     if all((label_N == it)[is_informative].sum() >= MIN_TOKENS for it in np.unique(label_N[label_N >= 0])):
@@ -137,7 +139,7 @@ def levels_apart(seen: Observations, label_N: Integers, *, same_versions: bool =
 
 
 def informative(seen: Observations) -> Observations:
-    """Return the tokens that were not nearly certain, unless these are too few."""
+    """Return the tokens that were not nearly certain, or all tokens if those are too few."""
     is_informative = seen.behaviour_N < CERTAIN
     return seen.select(is_informative) if is_informative.sum() >= MIN_TOKENS else seen
 
@@ -150,7 +152,7 @@ def levels_by_version(seen: Observations) -> list[Bin]:
 
 
 def merge_versions(versions: Sequence[Bin]) -> list[Bin]:
-    """Merge consecutive versions until each bin has enough tokens. Version 0 is not merged unless it has too few."""
+    """Merge consecutive versions until each bin has enough tokens. Version 0 is only merged if it has too few."""
     least = max(MIN_TOKENS, sum(it.num_tokens for it in versions) // _MAX_BINS)
     bins: list[Bin] = []
     pending: list[Bin] = []
@@ -168,13 +170,13 @@ def merge_versions(versions: Sequence[Bin]) -> list[Bin]:
 
 
 def pool_bins(bins: Sequence[Bin]) -> Bin:
-    """Return one bin for consecutive bins; its level is their mean, weighted by tokens."""
+    """Return one bin in place of consecutive ones; its level is the mean of theirs, weighted by tokens."""
     total = sum(it.num_tokens for it in bins)
     return Bin(bins[0].first, bins[-1].last, total, sum(it.level * it.num_tokens for it in bins) / total)
 
 
 def rank_correlation(a_N: Floats | Integers, b_N: Floats | Integers) -> float:
-    """Return Spearman's correlation; ties count as their mean rank."""
+    """Return Spearman's rank correlation; tied values get their mean rank."""
     ranks = []
     for values in (a_N, b_N):
         _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)

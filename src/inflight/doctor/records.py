@@ -1,7 +1,7 @@
-"""Reading from a run directory how the engine's logprobs differ from the trainer's, for each token at lag 0.
+"""Reads from a run directory how the engine's logprobs differ from the trainer's for each token at lag 0.
 
 At lag 0, the version that sampled a token is also the version under which the trainer computed its logprob, so a
-difference is not staleness. Shape suffix: N tokens at lag 0.
+difference is not caused by staleness. Shape suffix: N tokens at lag 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inflight.types import Rollout
 from inflight.wire import InFlightPolicy
 
 _NO_LOGPROB = -1000.0
-"""Engines use such values as fillers, for example -9999; no sampled token has a logprob below it."""
+"""Engines use lower values, such as -9999, as fillers. No sampled token has a logprob below this."""
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -43,7 +43,8 @@ class Observations:
     position_N: Integers
     """Index in the completion, from 0."""
     since_boundary_N: Integers
-    """Tokens since the last change of the version within the same turn, 0 for the first one after it; -1: none."""
+    """Number of tokens since the version last changed within the same turn, 0 for the first one; -1 if it did not
+    change."""
     endpoint_N: Integers
     """Index into ``endpoints``; -1 if several endpoints sampled the token's group."""
     temperature_N: Floats
@@ -81,9 +82,9 @@ class RunSettings:
     dtype: str
     """The dtype of the computation, ``float32`` or ``bfloat16``."""
     in_flight: InFlightPolicy | None
-    """The treatment of running requests at updates. None: unknown."""
+    """The treatment of running requests at updates; None if unknown."""
     learning_rates: Mapping[int, float]
-    """Learning rate of the steps, by the version that they start from; empty if unknown."""
+    """The learning rate of each step, by the version that the step starts from; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,9 +94,9 @@ class TokenRecords:
     settings: RunSettings
     observations: Observations
     num_stale: int
-    """Number of trained tokens that an older version sampled; they are omitted."""
+    """Number of trained tokens that were omitted because an older version had sampled them."""
     num_unusable: int
-    """Number of tokens at lag 0 for which one side has no finite logprob, or a filler; they are omitted."""
+    """Number of tokens at lag 0 that were omitted because a side has no finite logprob for them, or a filler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class StepAggregate:
     version: int
     """The version that the step starts from."""
     num_tokens: int
-    """Number of sampled tokens in its groups, including those that the loss omitted."""
+    """Number of sampled tokens in the step's groups, including those that the loss omitted."""
     k1: float
     """Mean of behaviour minus trainer logprobs, in nats."""
     k3: float
@@ -119,12 +120,13 @@ class StepRecords:
     settings: RunSettings
     steps: tuple[StepAggregate, ...]
     num_mixed: int
-    """Number of steps that also trained on older tokens, or whose number of tokens is no longer in the events. They are
-    omitted: their tokens at lag 0 cannot be counted, and those after a span boundary cannot be separated."""
+    """Number of steps that also trained on older tokens, or whose number of tokens is no longer in the events. These
+    steps are omitted, because their tokens at lag 0 cannot be counted and those after a span boundary cannot be
+    separated."""
 
 
 def read_differences(directory: Path) -> TokenRecords | StepRecords:
-    """Return the differences that a run, or a record outside a run directory, has recorded.
+    """Return the differences recorded in a run directory, or in a record outside one.
 
     Raises `ConfigError` if the directory is not that of a run or a record, or if the record has no logprobs.
     """
@@ -208,9 +210,10 @@ class _TokenReader:
 
 
 def _since_boundary(rollout: Rollout) -> Integers:
-    """Return the number of tokens since the version last changed within a turn, [completion tokens]; -1: it did not.
+    """Return, for each completion token, the number of tokens since the version last changed within the turn, or else
+    -1.
 
-    A new turn is a new request, whose keys and values are computed again.
+    A new turn is a new request, whose keys and values are computed from scratch.
     """
     since = np.full(len(rollout.completion_token_ids), -1)
     starts = {turn.start for turn in rollout.turns}
@@ -259,7 +262,7 @@ def _num_sampled_tokens(directory: Path) -> dict[int, int]:
 
 
 def _settings_of(config: Mapping[str, Any] | None, learning_rates: Mapping[int, float]) -> RunSettings:
-    """Return the settings in a configuration, which need only contain the fields that were set."""
+    """Return the settings of a run. Its configuration need only contain the fields that were set."""
     if config is None:
         return RunSettings("float32", None, learning_rates)
     policy = config.get("updates", {}).get("in_flight", InFlightPolicy.KEEP)

@@ -1,7 +1,7 @@
 """The shape of the differences between trainer and behaviour logprobs, and the causes that it suggests.
 
-Pure functions. Parts of a run are compared by their level (`inflight.doctor.levels`), and parts of fewer than
-`MIN_TOKENS` tokens are not judged.
+All functions are pure. Parts of a run are compared by their levels (see `inflight.doctor.levels`); parts with fewer
+than `MIN_TOKENS` tokens are not judged.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from inflight.wire import InFlightPolicy
 
 _MAX_PERIOD = 8
 _NEAR = 4
-"""Number of tokens after a span boundary to which a wrong label is confined."""
+"""A wrong label affects at most this many tokens after a span boundary."""
 
 _CONSTANT = (5, 6, 8, 9, 3)
-"""Causes that do not need training. Loaders are included, because a run publishes its start weights."""
+"""Causes that can have an effect before any training. Loaders are included, because a run publishes its initial
+weights."""
 _ALL_FROM_ONE = 8
-"""The smallest number of completions whose common endpoint is not a coincidence: 0.6 ** 8 is 2 %."""
+"""If at least this many completions all come from one endpoint, that is not a coincidence: 0.6 ** 8 is 2 %."""
 _NO_LEARNING = 1e-12
 """A learning rate below which weights do not change; a run requires one above 0."""
 _MORE = "Lag 0 is rare while sampling and training overlap; with run.mode = 'conventional', every token has lag 0."
@@ -86,11 +87,11 @@ class Diagnosis:
 
     verdict: Verdict
     parts: Mapping[str, Figures]
-    """The figures of parts of the run, by name; the first part contains all tokens. Empty for metrics of whole
-    steps."""
+    """The figures of parts of the run, by name; the first part contains all tokens. Empty if only per-step metrics
+    exist."""
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]
-    """Notes on what was omitted, or cannot be judged from these records."""
+    """Notes on what was omitted or cannot be judged from these records."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def _diagnose_tokens(records: TokenRecords) -> Diagnosis:
 
 
 def _diagnose_steps(records: StepRecords) -> Diagnosis:
-    """Return the verdict as far as metrics of whole steps support one."""
+    """Return a verdict if per-step metrics alone support one."""
     limits, total = Limits.of(records.settings.dtype), sum(step.num_tokens for step in records.steps)
     notes = [
         "The run has no record (run.record), so only the mean k3 of each step is known: endpoints, positions, span "
@@ -240,7 +241,7 @@ def _after_boundaries(seen: Observations, settings: RunSettings, limits: Limits,
 
 
 def _by_endpoint(seen: Observations, limits: Limits) -> tuple[Finding, list[int]] | None:
-    """Return the endpoints that differ from the best one, with their indices."""
+    """Return a finding about the endpoints that differ from the best one, and their indices, or None if none differ."""
     levels = levels_apart(seen, seen.endpoint_N)
     if levels is None:
         return None
@@ -290,7 +291,8 @@ def _by_temperature(seen: Observations, limits: Limits) -> Finding | None:
 
 
 def _sign(seen: Observations, limits: Limits) -> Finding | None:
-    """Find differences of one sign, or proportional to the logprob, as from another temperature or filter."""
+    """Find differences that have one sign or are proportional to the logprob, as a different temperature or filter
+    causes."""
     seen = informative(seen)
     large_N = seen.difference_N[np.abs(seen.difference_N) > limits.floor]
     if len(large_N) < MIN_TOKENS:
@@ -343,7 +345,8 @@ def _by_position(seen: Observations, limits: Limits) -> Finding | None:
 
 
 def _over_time(versions: Sequence[Bin], settings: RunSettings, limits: Limits, *, differs: bool) -> Iterator[Finding]:
-    """Yield the shape of the level over versions, at most one. ``differs``: whether all tokens exceed the limits."""
+    """Yield at most one shape of the level over versions. ``differs`` indicates that the figures of all tokens exceed
+    the limits."""
     bins = merge_versions(versions)
     has_before, base = bins[0].last == 0, bins[0].level
     differs = differs or any(it.level > limits.mean for it in bins)

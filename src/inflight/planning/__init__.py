@@ -1,6 +1,7 @@
-"""The planner: simulates runs with the live policies, calibrates costs from recorded runs, and searches configurations.
+"""The planner: it calibrates costs from recorded runs, simulates runs with the policies of live runs, and searches for
+the best configurations.
 
-This package does not load torch, and only `inflight.planning.measuring` starts processes.
+This package does not import torch, and only `inflight.planning.measuring` starts processes.
 """
 
 from inflight.planning.costs import Endpoint, PublishCost, TokenTime, TrainerCost

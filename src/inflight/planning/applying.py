@@ -16,7 +16,7 @@ from inflight.planning.candidates import Candidate
 def settings_of(candidate: Candidate, run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``run.toml`` that select a configuration, by dotted key.
 
-    ``run`` is the current content of the file; its number of ranks divides the tokens of a step.
+    ``run`` is the current content of the file. The tokens of a step are divided by its number of ranks.
     """
     num_ranks = run.get("train", {}).get("num_ranks", 1)
     conventional = {"run.conventional_steps": candidate.conventional_steps} if candidate.conventional_steps else {}
@@ -57,7 +57,7 @@ def apply(candidate: Candidate, source: Path, target: Path) -> dict[str, Any]:
 
 
 def _with(text: str, section: str, name: str, value: Any) -> str:
-    """Return the TOML text with one value set in its section; a comment after the old value is kept."""
+    """Return the TOML text with one value set in its section. A comment after the old value is kept."""
     line = f"{name} = {json.dumps(value)}"
     header = re.search(rf"^\[{section}\][^\n]*\n?", text, re.MULTILINE)
     if header is None:

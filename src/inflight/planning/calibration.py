@@ -1,4 +1,4 @@
-"""Measures the costs of simulated runs from the events of real runs.
+"""Measures costs for simulated runs from the events of real runs.
 
 Events record when a request began and ended, and the length of each completion. Completions are assumed to grow at a
 constant rate in between.
@@ -25,11 +25,12 @@ from inflight.planning.traces import Trace
 
 _RARE = 0.03
 """A number of working processes that was observed for less than this share of the time is merged with the nearest
-one."""
+number that was observed for longer."""
 _ONE_LOAD = 0.3
-"""Spread of loads below which they count as a single load: 0.1 to 0.3 for runs of one mode, 0.35 or more for two."""
+"""Loads whose spread is lower count as a single load. The spread is 0.1 to 0.3 for runs of one mode, and 0.35 or more
+for two."""
 _WINDOW = 64
-"""Number of measured groups from which an item is drawn: those sampled at the nearest versions."""
+"""Number of measured groups from which an item is drawn: those that were sampled at the nearest versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class MeasuredGroups:
     """Recorded groups from which simulated items are drawn, each with all of its completions and rewards."""
 
     groups: Sequence[tuple[int, tuple[int, ...], tuple[float, ...]]]
-    """The version that sampled each group, its lengths and its rewards, sorted by version."""
+    """Each group's version, the lengths of its completions and their rewards, sorted by version."""
     num_prompt_tokens: int
     seed: int = 0
 
@@ -69,15 +70,16 @@ class Costs:
     mean_time_to_failure: float = math.inf
     restart_time: float = 0.0
     notes: dict[str, float] = field(default_factory=dict)
-    """How well the fits agree with the measurements."""
+    """Figures that show how well the fits agree with the measurements."""
 
     @property
     def is_of_one_load(self) -> bool:
-        """Whether endpoints were measured at about one load only, so token times at other loads are extrapolated."""
+        """Whether all endpoints were measured at about the same load, so that token times at other loads are
+        extrapolated."""
         return self.notes.get("load_spread", 1.0) < _ONE_LOAD
 
     def as_json(self) -> dict[str, Any]:
-        """Return the costs as JSON values, without the measured groups."""
+        """Return the costs, without the measured groups, as JSON values."""
         return {
             "token_time": self.token_time.points,
             "context_time": self.context_time,
@@ -93,7 +95,7 @@ class Costs:
 
 
 def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
-    """Return the costs of runs on one machine, measured after their first ``num_skipped`` steps.
+    """Return the costs of runs on one machine, measured after the first ``num_skipped`` steps of each.
 
     Raises `ConfigError` if a directory does not contain a run.
     """
@@ -133,7 +135,8 @@ def calibrate(directories: Sequence[Path], num_skipped: int = 3) -> Costs:
 def _step_times(
     traces: Sequence[Trace], loads: Sequence[Loads], begins: Sequence[float]
 ) -> tuple[TrainerCost, dict[int, float], float]:
-    """Return the cost of an undisturbed step, the slowdown by number of working processes, and the relative error."""
+    """Return the cost of an undisturbed step, the slowdown by the number of working processes, and the relative
+    error."""
     rows: list[tuple[int, float, dict[int, float]]] = []
     for trace, load, begin in zip(traces, loads, begins, strict=True):
         tokens = {step["version"]: step["num_step_tokens"] for step in trace.steps}
@@ -160,7 +163,8 @@ def _step_times(
 
 
 def _merge_rare(spent: Sequence[dict[int, float]]) -> None:
-    """Add the time with a rare number of working processes to the nearest number that is not rare."""
+    """Add the time that was spent with a rare number of working processes to that of the nearest number that is not
+    rare."""
     total: Counter[int] = Counter()
     for it in spent:
         total.update(it)
@@ -172,9 +176,9 @@ def _merge_rare(spent: Sequence[dict[int, float]]) -> None:
 
 
 def factors_of(numbers: Sequence[int], speeds: Sequence[float]) -> dict[int, float]:
-    """Return the slowdown of a process by the number of working processes; it never decreases with that number.
+    """Return the slowdown of a process by the number of working processes. It never decreases as that number grows.
 
-    Processes that share cores fairly are slowed down at most by the ratio of their numbers.
+    From one number to a larger one, processes that share cores evenly slow down at most by the ratio of the numbers.
     """
     factors: dict[int, float] = {}
     for num, speed in zip(numbers, speeds, strict=True):
@@ -185,7 +189,7 @@ def factors_of(numbers: Sequence[int], speeds: Sequence[float]) -> dict[int, flo
 def _publish_cost(
     traces: Sequence[Trace], loads: Sequence[Loads], begins: Sequence[float]
 ) -> tuple[PublishCost, dict[int, float]]:
-    """Return the cost of an undisturbed publish, and the slowdown by number of busy endpoints."""
+    """Return the cost of an undisturbed publish, and the slowdown by the number of busy endpoints."""
     totals: dict[int, list[float]] = {}
     pauses, turnarounds = [], []
     for trace, load, begin in zip(traces, loads, begins, strict=True):

@@ -28,7 +28,7 @@ class Candidate:
     group_size: int
     tokens_per_step: int
     conventional_steps: int = 0
-    """Number of steps per phase in conventional mode; 0: pipeline mode."""
+    """Number of steps per phase in conventional mode; 0 means pipeline mode."""
     num_training_gpus: int = 1
     """Number of ranks among which the tokens of a step are divided."""
     max_lag: int = 8
@@ -65,7 +65,8 @@ def candidate_of(directory: Path) -> Candidate:
 
 
 def prompted_of(costs: Costs, group_size: int) -> Callable[[int, int], Prompted]:
-    """Return the function that samples an item at a version. Raises `ConfigError` if the lengths are unknown."""
+    """Return the function that draws the outcome of an item at a version. Raises `ConfigError` if lengths are
+    unknown."""
     if costs.prompted is None:
         raise ConfigError(
             "the lengths of completions are unknown: add [prompts] to the plan, or measure them with --from RUN_DIR"

@@ -1,4 +1,4 @@
-"""The cost model of simulated runs: tokens by load, optimizer steps, publishes, and contention for cores.
+"""The cost model of simulated runs: token times by load, optimizer steps, publishes, and contention for cores.
 
 All times have the same unit, which is seconds for measured costs.
 """
@@ -17,8 +17,8 @@ from inflight.errors import ConfigError
 class TokenTime:
     """The time of one decode step as a function of the number of running completions, each of which receives one token.
 
-    The function interpolates linearly between points, is constant before the first, and extrapolates the last two. One
-    point is a constant. A curve that begins flat is a roofline.
+    The function interpolates linearly between points, is constant before the first, and is extrapolated from the last
+    two. With a single point, it is constant. A curve that begins flat is a roofline.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -33,7 +33,8 @@ class TokenTime:
 
     @classmethod
     def roofline(cls, base: float, knee: float = math.inf) -> TokenTime:
-        """Return a curve that is ``base`` up to ``knee`` running completions and proportional to their number above."""
+        """Return a curve that is ``base`` up to ``knee`` running completions and proportional to their number beyond
+        that."""
         if knee == math.inf:
             return cls(((1.0, base),))
         return cls(((knee, base), (2 * knee, 2 * base)))
@@ -56,26 +57,27 @@ class Endpoint:
     """The maximum number of completions that the endpoint runs at a time."""
     token_time: TokenTime = field(default_factory=lambda: TokenTime.roofline(1.0))
     context_time: float = 0.0
-    """Time added to that of a token for each token of context: the number of running completions times the length of
-    the longest, including its prompt. This models attention that pads all completions to the longest."""
+    """Time that each token of context adds to the time of a token. The context is the number of running completions
+    times the length of the longest, including its prompt. This models attention that pads all completions to the
+    longest."""
     prompt_token_time: float = 0.0
-    """How long sampling stops for each prompt token of a new request; its completions share the prompt."""
+    """How long sampling stops for each prompt token of a new request. Its completions share the prompt."""
     admission_time: float = 0.0
     """How long sampling stops for each new request; ``admission_time_each`` is added for each of its completions."""
     admission_time_each: float = 0.0
     request_time: float = 0.0
     """Time from the end of the last completion of a request until the run receives the answer."""
     tokens_per_forward: float = 1.0
-    """1 plus the mean number of drafted tokens that a forward accepts."""
+    """1 plus the mean number of drafted tokens that are accepted per forward pass."""
     keeps_partials: bool = True
     mean_time_to_failure: float = math.inf
-    """Failures are random, with this mean time from the start of the endpoint to its failure."""
+    """Failures are random, with this mean time between an endpoint's start and its failure."""
     restart_time: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerCost:
-    """The time of an optimizer step: a constant plus a time for each token."""
+    """The time of an optimizer step: a constant plus a time per token."""
 
     per_step: float = 0.0
     per_token: float = 0.0
@@ -100,20 +102,22 @@ class Links:
     """Bandwidth of each endpoint host's link."""
 
     def transfer_s(self, num_endpoints: int) -> float:
-        """Return how long the links take: each endpoint receives everything, and senders share the sending equally."""
+        """Return how long a transfer takes if each endpoint receives all weights and senders share the sending
+        equally."""
         sending = num_endpoints * self.size_bytes / (self.num_senders * self.sender_bytes_per_s)
         return _HEADERS * max(sending, self.size_bytes / self.endpoint_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishCost:
-    """The time from the end of a step until its version is served; ``links`` add their own time to ``total``."""
+    """The time from the end of a step until its version is served. ``links`` add the time of the transfer to
+    ``total``."""
 
     total: float = 0.0
     pause: float = 0.0
     """The last part of ``total``, during which endpoints sample nothing."""
     turnaround: float = 0.0
-    """The time from then until the next step begins, if its batch is ready."""
+    """The time from the end of the publish until the next step begins, if its batch is ready."""
     links: Links | None = None
 
     def with_endpoints(self, num_endpoints: int) -> PublishCost:
@@ -127,12 +131,13 @@ class PublishCost:
 class Contention:
     """The slowdown of processes that share cores.
 
-    A factor that was not measured is scaled from the next larger number that was measured, or else from the largest.
+    A factor that was not measured is scaled from that of the next larger measured number, or else from that of the
+    largest.
     """
 
     shared: Mapping[int, float] = field(default_factory=dict)
-    """Factor on the time of each working process, by the number of endpoints and trainers that work. It is the same for
-    all, because cores are shared fairly."""
+    """Factor on the time of each working process, by the number of working endpoints and trainers. It is the same for
+    all processes, because cores are shared evenly."""
     publish: Mapping[int, float] = field(default_factory=dict)
     """Factor on the time of a publish, by the number of working endpoints."""
 
@@ -148,7 +153,8 @@ class Contention:
 
 
 def _nearest(factors: Mapping[int, float], num: int) -> float:
-    """Return the factor for a number; a factor that was not measured is scaled, because cores are shared fairly."""
+    """Return the factor for a number. One that was not measured is scaled in proportion, as if cores were shared
+    evenly."""
     if not factors or num in factors:
         return factors.get(num, 1.0)
     least = max((factor for known, factor in factors.items() if known < num), default=1.0)

@@ -1,4 +1,4 @@
-"""Simulated groups. Policies see them as real groups whose tokens have no contents."""
+"""Simulated groups. To policies, they look like real groups whose tokens have no contents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Prompted:
 
     lengths: tuple[int, ...]
     prompt: str
-    """Identifies the prompt: items with equal texts share a prompt."""
+    """Identifies the prompt: items with equal strings share a prompt."""
     num_prompt_tokens: int = 0
     rewards: tuple[float, ...] = ()
     """If empty, all rewards are 0."""
@@ -48,7 +48,7 @@ class SimulatedCompletion:
 
 
 def continue_spans(partial: Any, server: SimulatedServer, job: Job, num_tokens: int) -> Spans:
-    """Return the spans of a completion with those that a server added; adjacent spans of one version are merged."""
+    """Return the spans of a completion and those that a server added; adjacent spans of one version are merged."""
     before: Spans = partial.spans if partial is not None else []
     added = server.spans_of(job, num_tokens, before[-1].end if before else 0)
     if before and added and before[-1].version == added[0].version:
@@ -67,7 +67,8 @@ def scored_group(prompted: Prompted, sampled: Sequence[SimulatedCompletion]) -> 
 
 
 def kept_tokens(rollout: Rollout, staleness: StalenessPolicy, version: int) -> Sequence[bool]:
-    """Return, for each span of a rollout, whether a step trains on it; the policy judges one token of each span."""
+    """Return, for each span of a rollout, whether a step trains on it. The policy is asked about one token of each
+    span."""
     return staleness.mask([span.version for span in rollout.version_spans], version)
 
 

@@ -1,4 +1,5 @@
-"""The load over time of a recorded run: running completions of each endpoint, and whether the trainer works."""
+"""The load of a recorded run over time: the running completions of each endpoint, and whether the trainer is
+working."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from typing import Any, NamedTuple
 from inflight.planning.traces import Trace
 
 State = tuple[int, bool]
-"""The number of working endpoints, and whether the trainer trains or publishes."""
+"""The number of working endpoints, and whether the trainer is training or publishing."""
 
 
 class EndpointActivity(NamedTuple):
-    """The load of an endpoint from some time on."""
+    """The load of an endpoint from a point in time on."""
 
     since: float
     num: int
@@ -25,20 +26,20 @@ class EndpointActivity(NamedTuple):
     """Tokens per second of the longest completion."""
 
     def context(self, start: float, end: float) -> float:
-        """Return the integral over time of the running completions times the length of the longest."""
+        """Return the integral over time of the number of running completions times the length of the longest."""
         return self.num * self.rate * (end - start) * ((start + end) / 2 - self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """Running completions of each endpoint, as step functions of time, and when the trainer works."""
+    """The running completions of each endpoint, as step functions of time, and when the trainer is working."""
 
     running: dict[str, list[EndpointActivity]]
     states: tuple[list[float], list[State]]
 
     @classmethod
     def of(cls, trace: Trace, num_prompt_tokens: int) -> Loads:
-        """Return the loads, assuming completions grow at a constant rate and prompts have ``num_prompt_tokens``
+        """Return the loads, assuming that completions grow at a constant rate after ``num_prompt_tokens`` prompt
         tokens."""
         sampled: dict[str, list[tuple[float, float, float, float]]] = {}
         for request in trace.requests:
@@ -83,13 +84,13 @@ class Loads:
 
 
 def rate_of(request: Mapping[str, Any]) -> float:
-    """Return the tokens per second of the completion of a request that gained the most tokens."""
+    """Return the tokens per second of that completion of a request that gained the most tokens."""
     most = max(part["num_tokens"] - part["num_before"] for part in request["parts"])
     return float(most / max(1e-9, request["end_s"] - request["start_s"]))
 
 
 def _steps(sampled: list[tuple[float, float, float, float]]) -> list[EndpointActivity]:
-    """Return the load over time from the start, end, ``EndpointActivity.first`` and rate of each completion."""
+    """Return an endpoint's load over time from each completion's start, end, ``EndpointActivity.first`` and rate."""
     changes = sorted([(it[0], 1, it) for it in sampled] + [(it[1], -1, it) for it in sampled], key=lambda it: it[:2])
     steps, number, longest = [EndpointActivity(0.0, 0, 0.0, 0.0)], 0, list[tuple[float, float, float]]()
     for time, change, (_, end, first, rate) in changes:
@@ -111,11 +112,11 @@ def _steps(sampled: list[tuple[float, float, float, float]]) -> list[EndpointAct
 
 
 class LoadPart(NamedTuple):
-    """Averages over a part of a stretch in which the set of working processes did not change."""
+    """Averages over a part of a stretch during which the `State` did not change."""
 
     seconds: float
     context: float
-    """The mean of running completions times the length of the longest."""
+    """The mean of the number of running completions times the length of the longest."""
     num_working: int
     """The number of working endpoints and trainers."""
 
@@ -138,7 +139,8 @@ class Stretch:
 def stretches_of(trace: Trace, load: Loads, begin: float) -> Iterator[Stretch]:
     """Yield the requests of a run, split where a new version began to be served.
 
-    Version spans record the token at which that happened, so a stretch in the middle consists of decoding only.
+    Version spans record the token at which that happened, so stretches in the middle of a request consist of decoding
+    only.
     """
     served = {publish["version"]: publish["end_s"] for publish in trace.publishes}
     begins: dict[str, list[float]] = {}
@@ -167,7 +169,7 @@ def stretches_of(trace: Trace, load: Loads, begin: float) -> Iterator[Stretch]:
 
 
 def _mean_context(steps: Sequence[EndpointActivity], start: float, end: float) -> float:
-    """Return the mean over time of the running completions times the length of the longest."""
+    """Return the mean over time of the number of running completions times the length of the longest."""
     i = max(0, bisect.bisect_right(steps, start, key=lambda step: step.since) - 1)
     context = 0.0
     while i < len(steps) and steps[i].since < end:

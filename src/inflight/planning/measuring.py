@@ -1,4 +1,4 @@
-"""Measures configurations by short real runs, one after another, instead of simulating them (as Spreeze does)."""
+"""Measures configurations in short real runs, one after another, as Spreeze does, instead of simulating them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def base_of(path: Path) -> Candidate:
 def measure(
     source: Path, wanted: Sequence[Candidate], plan: SearchPlan, limit_s: float, on_progress: Callable[[int], None]
 ) -> list[EvaluatedCandidate]:
-    """Make a run of ``search.num_steps`` steps with every configuration, in a directory that is removed afterwards.
+    """Run every configuration for ``search.num_steps`` steps, each in a directory that is removed afterwards.
 
-    Nothing else should use the machine. Raises `ConfigError` if one fails or takes longer than ``limit_s``.
+    Nothing else should use the machine. Raises `ConfigError` if a run fails or takes longer than ``limit_s``.
     """
     values = read_toml(source, "configuration")
     num_steps, found = plan.search.num_steps, []

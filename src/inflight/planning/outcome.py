@@ -14,16 +14,17 @@ class StepRow:
     """One optimizer step."""
 
     time: float
-    """When its version was served and the run continued."""
+    """When the step's version was served and the run continued."""
     num_tokens: int
-    """Training tokens, including prompts."""
+    """Number of tokens trained on, including prompts."""
     num_sequences: int
     age: float
-    """Mean over the trained completions of the step's version minus the version of their first token."""
+    """The step's version minus the version of a completion's first token, averaged over the trained completions."""
     lag: float
-    """Mean over the trained tokens of the step's version minus the version that sampled them."""
+    """The step's version minus the version that sampled a token, averaged over the trained tokens."""
     busy_time: float
-    """Total time so far in which endpoints were busy, summed over endpoints; ``slot_time``: held slots times time."""
+    """Time so far during which endpoints were busy, summed over endpoints. ``slot_time`` is the time so far during
+    which slots were held, summed over slots."""
     slot_time: float
     train_time: float
 
@@ -45,22 +46,24 @@ class Steady:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """The result of a simulated run. Times are in the unit of its costs."""
+    """The result of a simulated run. Times are in the unit of the costs."""
 
     time: float = 0.0
     num_tokens: int = 0
-    """Training tokens of trained groups, including prompts."""
+    """Number of tokens of trained groups, including prompts."""
     num_completions: int = 0
     """Number of completions that finished."""
     num_lost_tokens: int = 0
-    """Number of sampled tokens that were discarded because their completion restarted."""
+    """Number of sampled tokens that were discarded because their completion was started again."""
     num_slots: int = 0
     busy: dict[str, float] = field(default_factory=dict)
-    """Busy time by endpoint; ``slot_time``: held slots times time."""
+    """Time during which each endpoint was busy. ``slot_time`` is the time during which its slots were held, summed over
+    slots."""
     slot_time: dict[str, float] = field(default_factory=dict)
     train_time: float = 0.0
     group_lags: list[int] = field(default_factory=list)
-    """For each trained group, the step's version minus the version at which it was first issued."""
+    """For each trained group, the step's version minus the lowest version that sampled the first token of a
+    completion."""
     trained: list[int] = field(default_factory=list)
     """Items in the order in which they were trained."""
     dropped: Counter[str] = field(default_factory=Counter)

@@ -2,13 +2,13 @@
 
 Each factor is the ratio of the speeds of two simulated runs that differ in one respect, in this order:
 
-- memory: endpoints no longer share memory with trainers and run more completions (LlamaRL's theorem);
+- memory: endpoints no longer share memory with trainers, so they run more completions (LlamaRL's theorem);
 - stragglers: all completions of a phase have the same length, so no completion waits for the longest;
 - bubbles: sampling and training run concurrently on separate devices, with the true lengths;
 - drafts: speculative drafts are enabled.
 
 The pipeline removes both stragglers and bubbles. If the pipeline itself waits for its longest completions, the factor
-of bubbles is smaller and may be below 1.
+for bubbles is smaller and may be below 1.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def parts_of(costs: Costs, conventional: Candidate, pipeline: Candidate, num_ste
 
 
 def _with_equal_lengths(costs: Costs) -> Callable[[int], Callable[[int, int], Prompted]]:
-    """Return prompts whose completions all have the mean length."""
+    """Return a function that samples items whose completions all have the mean length."""
     of_size = costs.prompted
     assert of_size is not None
 

@@ -29,16 +29,17 @@ class GenerationSection(Section):
     """The costs of one endpoint."""
 
     token_s: tuple[tuple[float, float], ...]
-    """Pairs (running completions, seconds per token), ascending, as ``inflight bench engine`` prints them."""
+    """Pairs (running completions, seconds per token) in ascending order, as ``inflight bench engine`` prints them."""
     max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
     conventional_max_concurrent: int | None = Field(default=None, ge=1)
-    """``max_concurrent`` in conventional mode, where trainer and endpoints share GPU memory. None: the same."""
+    """``max_concurrent`` in conventional mode, where trainer and endpoints share GPU memory. None means the same
+    value."""
     prompt_token_s: float = Field(default=0.0, ge=0)
     request_s: float = Field(default=0.0, ge=0)
     drafted_tokens: float = Field(default=0.0, ge=0)
-    """Mean number of drafted tokens that a verification accepts."""
+    """Mean number of drafted tokens that are accepted per verification."""
     mean_hours_to_failure: float | None = Field(default=None, gt=0)
-    """Mean time to failure of one endpoint. None: it never fails."""
+    """Mean time to failure of one endpoint. None means that it never fails."""
     restart_s: float = Field(default=60.0, ge=0)
 
 
@@ -57,9 +58,9 @@ class LinksSection(Section):
     sender_gbit_per_s: float = Field(gt=0)
     """Bandwidth of each sending trainer host's link."""
     endpoint_gbit_per_s: float | None = Field(default=None, gt=0)
-    """Bandwidth of each endpoint host's link. None: the same."""
+    """Bandwidth of each endpoint host's link. None means that of the senders."""
     senders: int = Field(default=1, ge=1)
-    """Number of trainer hosts that send: 1 unless ``updates.sharded``."""
+    """Number of trainer hosts that send: 1 unless ``updates.sharded`` is set."""
 
     def links(self) -> Links:
         """Return the links."""
@@ -71,7 +72,7 @@ class PublishSection(Section):
     """The time from the end of a step until its version is served."""
 
     total_s: float = Field(default=0.0, ge=0)
-    """The constant time, without that of the links if they are listed."""
+    """The constant time. If there are links, their time is added to it."""
     pause_s: float = Field(default=0.0, ge=0)
     links: LinksSection | None = None
 
@@ -89,7 +90,8 @@ class PromptsSection(Section):
     num_prompts: int = Field(default=1_000_000, ge=1)
     """Number of distinct prompts. If more items are sampled, prompts repeat in later epochs and then have a history."""
     environment_s: float = Field(default=0.0, ge=0)
-    """Mean time in the environment per completion, exponentially distributed; the slot is held meanwhile."""
+    """Mean time in the environment per completion, exponentially distributed. The completion holds its slot during this
+    time."""
 
     def prompted(self, group_size: int, seed: int, item: int) -> Prompted:
         """Return the simulated outcome of an item."""
@@ -114,9 +116,10 @@ class SearchSection(Section):
 
     mode: tuple[Literal["pipeline", "conventional"], ...] = ("pipeline", "conventional")
     endpoints: NonEmpty[int] | None = None
-    """None: about ten splits of the GPUs in ``[hardware]``, or without it the number in the measured run."""
+    """None means about ten splits of the GPUs in ``[hardware]`` or, without that section, the number in the measured
+    run."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """None: the value of the measured run."""
+    """None means the value of the measured run."""
     group_size: NonEmpty[int] | None = None
     max_lag: NonEmpty[int] = (1, 2, 4, 8)
     """Applies to pipeline mode."""
@@ -124,7 +127,7 @@ class SearchSection(Section):
     max_concurrent: NonEmpty[int] | None = None
     scheduler: NonEmpty[str] = ("least_loaded",)
     num_steps: int = Field(default=24, ge=4)
-    """Number of simulated steps; the first fifth is not counted."""
+    """Number of simulated steps; the first fifth is excluded from averages."""
     seed: int = 0
 
 

@@ -18,7 +18,8 @@ from inflight.planning.plan import SearchPlan
 
 _NUM_SPLITS = 10
 _MAX_COMPLETIONS = 50_000_000
-"""Limit for all simulations of a search; at about 20,000 per second, they take most of an hour."""
+"""Maximum number of completions in all simulations of a search. At about 20,000 per second, this takes most of an
+hour."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class EvaluatedCandidate:
 
 
 def costs_of(plan: SearchPlan, measured: Costs | None) -> Costs:
-    """Return the costs in a plan, completed by measured ones. Raises `ConfigError` if both lack a value."""
+    """Return the costs in a plan, completed with measured ones. Raises `ConfigError` if both lack a value."""
     if measured is None:
         missing = [it for it in ("generation", "training", "prompts", "hardware") if getattr(plan, it) is None]
         if missing:
@@ -74,7 +75,8 @@ def costs_of(plan: SearchPlan, measured: Costs | None) -> Costs:
 def candidates(plan: SearchPlan, base: Candidate | None, *, knows_lengths: bool = True) -> Iterator[Candidate]:
     """Yield every combination of the plan; ``base`` is the configuration of the measured run.
 
-    With ``knows_lengths``, lengths come from measured groups, so only their group size can be tried.
+    If ``knows_lengths`` is set and the plan has no ``[prompts]``, lengths come from measured groups, so that only their
+    group size can be tried.
     """
     search, hardware, generation = plan.search, plan.hardware, plan.generation
     if base is None:
@@ -143,7 +145,7 @@ def evaluate_candidate(costs: Costs, candidate: Candidate, num_steps: int) -> Ev
 def search(
     costs: Costs, wanted: Sequence[Candidate], num_steps: int, on_progress: Callable[[int], None] = lambda _: None
 ) -> list[EvaluatedCandidate]:
-    """Return the outcomes of simulated configurations; ``on_progress`` is called with the number completed.
+    """Return the outcomes of simulated configurations; ``on_progress`` receives the number that have been simulated.
 
     Raises `ConfigError` if the search would take hours.
     """
@@ -162,7 +164,8 @@ def search(
 
 
 def num_completions(costs: Costs, candidate: Candidate, num_steps: int) -> float:
-    """Return the approximate number of completions of a simulation: those in its steps plus those that fill slots."""
+    """Return the approximate number of completions of a simulation: those in its steps plus those that fill the
+    slots."""
     prompted = prompted_of(costs, candidate.group_size)
     groups = [prompted(item, 0) for item in range(32)]
     tokens = statistics.fmean(length + it.num_prompt_tokens for it in groups for length in it.lengths)
@@ -170,7 +173,7 @@ def num_completions(costs: Costs, candidate: Candidate, num_steps: int) -> float
 
 
 def pareto(found: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """Return the configurations that no other beats in tokens per second without older tokens; fastest first."""
+    """Return the configurations that no other one exceeds in tokens per second without older tokens, fastest first."""
     best: list[EvaluatedCandidate] = []
     for it in sorted(found, key=lambda it: (-it.steady.tokens_per_time, it.steady.lag)):
         if not best or it.steady.lag < best[-1].steady.lag:

@@ -1,7 +1,7 @@
 """One simulated endpoint. Its clock counts the tokens of a hypothetical completion that is always running.
 
-Every running completion gains tokens at the rate of the clock, so a heap of the clock values at which completions end
-is all the state that is needed. The cost of an event is logarithmic in the number of running completions.
+Every running completion gains tokens at the rate of the clock, so the only state needed is a heap of the clock values
+at which completions end. The cost of an event is logarithmic in the number of running completions.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from inflight.planning.costs import Endpoint
 
 Key = tuple[str, int]
-"""The request of a completion, and its number in the request."""
+"""The request of a completion, and the completion's number in that request."""
 
 
 class Span(NamedTuple):
-    """Tokens that one version sampled; cheaper to construct than `inflight.wire.VersionSpan`."""
+    """Tokens sampled by one version. It is cheaper to construct than `inflight.wire.VersionSpan`."""
 
     start: int
     end: int
@@ -29,13 +29,13 @@ class Span(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A completion that runs, has ended or was removed."""
+    """A completion that is running, has ended or was removed."""
 
     key: Key
     began: float
     """Clock of the endpoint when the completion began here."""
     end: float
-    """Clock at which its last token is sampled."""
+    """Clock of the endpoint when the last token is sampled."""
     is_running: bool = True
 
 
@@ -48,15 +48,16 @@ class SimulatedServer:
     clock: float = 0.0
     num_running: int = 0
     num_held: int = 0
-    """Slots held by requests, including those of completions that ended before others of their request."""
+    """Number of slots held by requests, including those of completions that have ended before others of the same
+    request."""
     slowdown: float = 1.0
     """Factor on the time of each token."""
     blocked_until: float = 0.0
     """Nothing is sampled before this time."""
     busy_time: float = 0.0
-    """Total time with at least one running completion."""
+    """Total time during which at least one completion was running."""
     slot_time: float = 0.0
-    """Held slots times time."""
+    """Total time during which slots were held, summed over slots."""
     stamp: int = 0
     """Incremented by every change that affects `next_end`."""
     jobs: dict[Key, Job] = field(default_factory=dict)
@@ -66,10 +67,10 @@ class SimulatedServer:
     """A heap by the clock at which each completion would have had zero tokens; used only if context costs time."""
     _serial: itertools.count[int] = field(default_factory=itertools.count)
     _times: list[float] = field(init=False)
-    """Time of a token by number of running completions."""
+    """Time of a token, by the number of running completions."""
     _clocks: list[float] = field(default_factory=lambda: [0.0])
     _versions: list[int] = field(default_factory=lambda: [0])
-    """The served versions; ``_clocks`` has the clock at which each began."""
+    """The versions served so far; ``_clocks`` has the clock from which on each was served."""
 
     def __post_init__(self) -> None:
         endpoint = self.endpoint
@@ -101,7 +102,7 @@ class SimulatedServer:
             self.now = now
 
     def next_end(self) -> float:
-        """Return when the next completion ends if nothing changes before; infinity if none runs."""
+        """Return when the next completion ends if nothing changes before then; infinity if none is running."""
         heap = self._heap
         while heap and not heap[0][2].is_running:
             heapq.heappop(heap)
@@ -120,7 +121,8 @@ class SimulatedServer:
         self.num_running += 1
 
     def take_ended(self, *, at_least_one: bool) -> list[Job]:
-        """Remove and return the completions that have ended. With ``at_least_one``, the next one counts as ended."""
+        """Remove and return the completions that have ended. If ``at_least_one`` is set, the next one counts as
+        ended."""
         heap, ended = self._heap, list[Job]()
         while heap:
             end, _, job = heap[0]
@@ -152,7 +154,7 @@ class SimulatedServer:
         self.blocked_until = max(self.blocked_until, self.now) + duration
 
     def serve(self, version: int) -> None:
-        """Sample tokens with this version from now on."""
+        """From now on, sample tokens with this version."""
         if self._clocks[-1] == self.clock:
             self._versions[-1] = version
         else:
@@ -166,7 +168,7 @@ class SimulatedServer:
         return self._versions[-1]
 
     def spans_of(self, job: Job, num_tokens: int, before: int = 0) -> list[Span]:
-        """Return start, end and version of the first ``num_tokens`` tokens of a completion, counted from ``before``.
+        """Return the spans of the first ``num_tokens`` tokens of a completion, with positions counted from ``before``.
 
         Token k was sampled when the clock had moved k tokens from where the completion began.
         """
@@ -182,7 +184,7 @@ class SimulatedServer:
         return spans
 
     def _forget(self) -> None:
-        """Drop the versions that sampled no token of a running completion."""
+        """Drop the versions that sampled none of the tokens of running completions."""
         oldest = min((job.began for job in self.jobs.values()), default=self.clock)
         first = max(0, bisect.bisect_right(self._clocks, oldest) - 1)
         del self._clocks[:first], self._versions[:first]

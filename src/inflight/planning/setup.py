@@ -16,7 +16,7 @@ from inflight.rollouts.step_queue import StepRules
 
 @dataclass(frozen=True)
 class Setup:
-    """A run to simulate. Its policies have state, so a scheduler that has been used cannot begin another run."""
+    """A run to simulate. Policies have state, so a scheduler cannot be used for a second run."""
 
     scheduler: Scheduler
     history: HistoryStore
@@ -30,26 +30,26 @@ class Setup:
     """The unit of ``step_size``."""
     staleness: StalenessPolicy = field(default_factory=lambda: MaxLag(8))
     composer: BatchComposer | None = None
-    """The composer; None: a step has the oldest groups that reach ``step_size``."""
+    """If None, a step consists of the oldest groups that together reach ``step_size``."""
     conventional_steps: int = 0
-    """Steps per phase in conventional mode, in which sampling and training alternate. 0: pipeline mode."""
+    """Steps per phase in conventional mode, in which sampling and training alternate. 0 means pipeline mode."""
     burst: int = 1
-    """As in `Admission`."""
+    """The same as in `Admission`."""
     trainer: TrainerCost = field(default_factory=TrainerCost)
     publish: PublishCost = field(default_factory=PublishCost)
     contention: Contention = field(default_factory=Contention)
     whole_requests: bool = False
     """Whether the completions of a group form one request, which holds all their slots until the last one has ended.
-    That holds for tasks, but not for episodes of an environment."""
+    This is the case for tasks, but not for episodes of an environment."""
     score_time: float = 0.0
     """Time from the end of a group until its rewards are known."""
     trains_on_equal_rewards: bool = True
     expected_tokens: float = 0.0
-    """Expected tokens of a group before any has finished. 0: as many as the first group has."""
+    """Expected number of tokens of a group before any has finished. 0 means as many as the first group has."""
     seed: int = 0
     """Seed of the random failures."""
     record: Callable[[str, dict[str, Any]], None] | None = None
-    """Called with the kind and the fields of each event of a live run that `calibrate` reads."""
+    """Called with the kind and the fields of every event that `calibrate` would read from a live run."""
 
     def dispatcher(self) -> Dispatcher:
         """Return the dispatcher of the run."""

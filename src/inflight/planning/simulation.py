@@ -1,4 +1,4 @@
-"""Simulates a run: the dispatcher of a live run drives modelled endpoints and a modelled trainer.
+"""Simulates a run: the dispatcher of live runs drives simulated endpoints and a simulated trainer.
 
 Costs default to zero: by default, prompts, publishes, rewards and environments take no time.
 """
@@ -53,7 +53,7 @@ class SimulatedRequest:
     server: SimulatedServer
     began: float
     num_left: int
-    """Number of completions that run or wait for their environment."""
+    """Number of completions that are running or waiting for their environment."""
     ended: dict[int, Spans] = field(default_factory=dict)
     """Spans of the completions that have ended, by number."""
 
@@ -70,7 +70,7 @@ class Timeline:
         heapq.heappush(self._calls, (time, next(self._serial), call))
 
     def after(self, duration: float, call: Callable[[], None]) -> None:
-        """Schedule a call after ``duration``; a duration of zero calls immediately."""
+        """Schedule a call after ``duration``, or make it immediately if that is zero."""
         if duration > 0.0:
             self.at(self.now + duration, call)
         else:
@@ -88,7 +88,8 @@ class Timeline:
 
 @dataclass(slots=True, eq=False)
 class SimulatedRun:
-    """Drives a dispatcher: its requests take simulated time on servers, and its steps on a trainer."""
+    """Drives a dispatcher, whose requests take simulated time on servers and whose steps take simulated time on a
+    trainer."""
 
     setup: Setup
     dispatcher: Dispatcher
@@ -100,10 +101,10 @@ class SimulatedRun:
     returned: list[tuple[SimulatedRequest, list[SimulatedCompletion]]] = field(default_factory=list)
     """Aborted requests and their partial completions, which the run receives after its next decision."""
     phase: deque[Sequence[Group]] = field(default_factory=deque)
-    """Untrained steps of a conventional phase."""
+    """The steps of a conventional phase that have not been trained yet."""
     outcome: SimulationResult = field(default_factory=SimulationResult)
     _changed: dict[str, SimulatedServer] = field(default_factory=dict)
-    """Servers whose next end must be recomputed."""
+    """Servers for which `SimulatedServer.next_end` must be recomputed."""
     _load: tuple[int, bool] = (0, False)
     _random: random.Random = field(init=False)
 
@@ -238,7 +239,7 @@ class SimulatedRun:
             server.begin((command.request_id, i), length, prompted.num_prompt_tokens + num_before)
 
     def _server_event(self, server: SimulatedServer, stamp: int) -> None:
-        """Handle the completions of a server that end now."""
+        """Handle those completions of a server that end now."""
         if stamp != server.stamp:
             return
         ended = []
@@ -379,7 +380,10 @@ class SimulatedRun:
     # ------------------------------------------------------------------------------------------------------- failures
 
     def _serve(self) -> None:
-        """Let open servers receive work; within a phase of several steps they serve an older version than the last."""
+        """Let open servers receive work.
+
+        Within a phase of several steps, they serve a version older than the latest one.
+        """
         served = {name: server.version for name, server in self.servers.items() if server.is_open}
         self.dispatcher.endpoints.serve(list(served), max(served.values(), default=self.version), self.timeline.now)
 
@@ -393,7 +397,7 @@ class SimulatedRun:
         self._serve()
 
     def _fail(self, server: SimulatedServer) -> None:
-        """Fail an endpoint and its requests; it returns later with the version that is served then."""
+        """Fail an endpoint and its requests. The endpoint returns later with the version that is served by then."""
         self._advance_server(server).is_open = False
         self.dispatcher.endpoints.lose(server.endpoint.name, "it failed", self.timeline.now)
         self.timeline.at(self.timeline.now + server.endpoint.restart_time, lambda: self._join(server))

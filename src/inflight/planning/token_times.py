@@ -1,8 +1,9 @@
-"""Fitting the token times of endpoints to stretches of requests.
+"""Fits the token times of endpoints to stretches of requests.
 
-A stretch takes (n (a + c x) + k r) f. Here n is the number of tokens of its longest completion, x the number of running
-completions times the length of the longest, k the number of requests that the endpoint admits meanwhile, and f the
-slowdown by shared cores. The last stretch of a request takes o in addition.
+A stretch takes (n (a + c x) + k r) f. Here n is the number of tokens that its longest completion gains, x the number of
+running completions times the length of the longest, k the number of requests that the endpoint admits during the
+stretch, and f the slowdown caused by shared cores. The last stretch of a request takes o longer. The fit determines a,
+c, r and o.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from inflight.planning.loads import Stretch
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """The fitted times in seconds; fields have the meaning of those of `inflight.planning.costs.Endpoint`."""
+    """The fitted times in seconds. Fields have the same meaning as in `inflight.planning.costs.Endpoint`."""
 
     token_time: float
     context_time: float

@@ -18,7 +18,8 @@ class Trace:
     directory: Path
     config: dict[str, Any]
     requests: list[dict[str, Any]]
-    """Answered requests. ``num_before`` of each part is the number of its tokens that earlier requests sampled."""
+    """The requests that were answered. ``num_before`` of each part is how many of its tokens earlier requests
+    sampled."""
     groups: list[dict[str, Any]]
     trained: list[dict[str, Any]]
     publishes: list[dict[str, Any]]
@@ -55,18 +56,19 @@ def _count_sampled(requests: Iterable[dict[str, Any]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunMeasurements:
-    """Averages of a run after its first steps."""
+    """Averages over a run without its first steps."""
 
     tokens_per_s: float
     steps_per_s: float
     age: float
-    """Mean over trained completions of the step's version minus the version of their first token."""
+    """The step's version minus the version of a completion's first token, averaged over trained completions."""
     lag: float
-    """Mean over trained tokens of the step's version minus the version that sampled them."""
+    """The step's version minus the version that sampled a token, averaged over trained tokens."""
 
 
 def measurements_of(directory: Path, num_skipped: int) -> RunMeasurements:
-    """Return the averages of a run after its first ``num_skipped`` steps. Raises `ConfigError` if it has too few."""
+    """Return the averages of a run after its first ``num_skipped`` steps. Raises `ConfigError` if the run has too few
+    steps."""
     steps = [*read_steps(directory)]
     if len(steps) <= num_skipped + 1:
         raise ConfigError(f"{directory} has {len(steps)} steps, but more than {num_skipped + 1} are needed")

@@ -24,9 +24,9 @@ class Batch:
     """The version from which the step starts."""
     num_tokens: int
     ages: Counter[int]
-    """Completions by the lag of their first token."""
+    """Number of completions by the lag of their first token."""
     lags: Counter[int]
-    """Tokens by lag."""
+    """Number of tokens by lag."""
     num_stale_tokens: int = 0
 
     def row(self, time: float, busy_time: float, slot_time: float, train_time: float) -> StepRow:
@@ -34,7 +34,7 @@ class Batch:
         return StepRow(time, self.num_tokens, self.ages.total(), age, lag, busy_time, slot_time, train_time)
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of a live run's step event that the simulation knows."""
+        """Return those fields of a live run's step event that the simulation knows."""
         return {
             "num_step_tokens": self.num_tokens,
             "num_step_sequences": self.ages.total(),
@@ -82,7 +82,7 @@ def batch_of(
 
 @dataclass(slots=True, eq=False)
 class SimulatedTrainer:
-    """Trains on one batch at a time, slower while others share its cores."""
+    """Trains on one batch at a time, more slowly while other processes share its cores."""
 
     cost: TrainerCost
     groups: Sequence[Group] = ()
@@ -105,12 +105,12 @@ class SimulatedTrainer:
 
     @property
     def is_working(self) -> bool:
-        """Whether it trains or publishes."""
+        """Whether the trainer is training or publishing."""
         return self.is_busy or self.publishes
 
     @property
     def end(self) -> float:
-        """When the step ends if nothing changes before."""
+        """When the step ends if nothing changes before then."""
         return self._since + self._left * self._slowdown
 
     def begin(self, now: float, batch: Batch, slowdown: float) -> None:

@@ -1,1 +1,2 @@
-"""Replaying recorded runs: repeating training without engines or sampling on an engine, and importing other records."""
+"""Replays recorded runs: repeats training without engines, repeats sampling on an engine, and imports rollouts of other
+frameworks."""

@@ -1,4 +1,4 @@
-"""Comparing a replay with its record: metrics, logprobs and weights."""
+"""Compares a replay with its record: metrics, logprobs and weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from inflight.observe.trace.steps import RecordedStep, StepOutcome
 
 ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
 """Maximum differences that a different order of summation can explain, by dtype of the computation: relative for a
-gradient norm, absolute for a logprob. Float32 has 24 bits and bfloat16 has 8; a forward and backward pass lose about 10
-and 4 of them.
-"""
+gradient norm, absolute for a logprob. Float32 has 24 bits of precision and bfloat16 has 8; a forward and backward pass
+lose about 10 and 4 of them, respectively."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ class StepDifference:
 
     @property
     def gradient_norm_difference(self) -> float | None:
-        """The difference relative to the recorded gradient norm."""
+        """The difference between the gradient norms, relative to the recorded one."""
         if self.recorded_gradient_norm is None:
             return None
         scale = max(abs(self.recorded_gradient_norm), abs(self.gradient_norm))
@@ -69,7 +68,8 @@ class StepDifference:
 
 @dataclass(frozen=True, slots=True)
 class WeightDifference:
-    """Difference of final weights: its L2 norm relative to that of the change by training, and its largest element."""
+    """The difference between final weights: its L2 norm relative to that of the change by training, and its largest
+    element."""
 
     relative: float
     largest: float
@@ -121,7 +121,7 @@ def _logprob_difference(step: RecordedStep, logprobs: Sequence[Sequence[float]])
 
 
 def weight_difference(start: Path, recorded: Path, again: Path) -> WeightDifference | None:
-    """Return how two checkpoints trained from ``start`` differ; None if they have different tensor names."""
+    """Return how two checkpoints trained from ``start`` differ, or None if their tensor names differ."""
     stored = [stored_tensors(path) for path in (start, recorded, again)]
     if not {*stored[0]} >= {*stored[1]} == {*stored[2]}:
         return None

@@ -1,7 +1,7 @@
-"""Importing rollouts that other frameworks stored as records.
+"""Imports rollouts that other frameworks have stored, and writes them as records.
 
-Each file is one step. The manifest lists the data that a format lacks: a record without behaviour logprobs can be read
-and sampled again, but not trained on.
+Each file is one step. The manifest lists the data that a format lacks. A record without behaviour logprobs, for
+example, can be read and sampled again, but not trained on.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _ANY_LAG = 1 << 40
 
 @dataclass(slots=True)
 class Found:
-    """The contents of the files of a framework."""
+    """The contents of a framework's files."""
 
     steps: Iterator[list[Group]] = field(default_factory=lambda: iter(()))
-    """The groups of each file, in order. They are read lazily, because one file may have gigabytes."""
+    """The groups of each file, in order. They are read lazily, because a file may contain gigabytes."""
     lacks: set[str] = field(default_factory=set)
     """The same as `inflight.observe.trace.records.RecordManifest.lacks`."""
     assumed: Counter[str] = field(default_factory=Counter)
-    """Assumptions, with the number of affected samples. Like ``lacks``, it is complete once all steps are read."""
+    """Assumptions, with the number of affected samples. Like ``lacks``, this is complete once all steps have been
+    read."""
 
 
 def write_imported(
@@ -40,7 +41,8 @@ def write_imported(
 ) -> RecordManifest:
     """Write a record and return its manifest.
 
-    Raises `ConfigError` if the directory already has a record, and errors of reading; no step then remains.
+    Raises `ConfigError` if the directory already has a record. Errors while reading the files propagate, and no step is
+    then left in the directory.
     """
     if step_files(directory):
         raise ConfigError(f"{str(directory)!r} already contains a record: choose another directory with --to")
@@ -65,7 +67,7 @@ def write_imported(
 
 
 def grouped(rollouts: Sequence[tuple[Any, Rollout]], first_item: int) -> list[Group]:
-    """Return groups of rollouts with equal keys, in the order of their first rollouts, numbered from ``first_item``."""
+    """Return the rollouts grouped by key, in the order of the groups' first rollouts, numbered from ``first_item``."""
     by_key: dict[Any, list[Rollout]] = {}
     for key, rollout in rollouts:
         by_key.setdefault(key, []).append(rollout)
@@ -73,7 +75,7 @@ def grouped(rollouts: Sequence[tuple[Any, Rollout]], first_item: int) -> list[Gr
 
 
 def field_of(values: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], wanted: str, where: str) -> Any:
-    """Return a field of a stored sample. Raises `ConfigError`, which states the expected value."""
+    """Return a field of a stored sample. Raises a `ConfigError` that states what was expected."""
     value = values.get(name)
     if not is_valid(value):
         raise ConfigError(f"{where}: {name} is {str(value)[:80]!r}, not {wanted}")

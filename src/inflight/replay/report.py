@@ -109,7 +109,7 @@ def _what(step: StepDifference) -> str:
 
 
 def _table(steps: Sequence[StepDifference]) -> str:
-    """Return the differences of steps 1, 2, 4, 8 and so on, and of the last."""
+    """Return a table of the differences of steps 1, 2, 4, 8 and so on, and of the last step."""
     shown = {2**power for power in range(len(steps).bit_length())} | {len(steps)}
     rows = [("version", "gradient norm", "logprobs, mean", "logprobs, largest", "metrics that differ")]
     for number, step in enumerate(steps, 1):
@@ -144,7 +144,7 @@ def _ranks(number: int) -> str:
 
 
 def described_sampling(found: SamplingReplay, tolerance: float, decode: Callable[[Sequence[int]], str]) -> str:
-    """Return the report of a repeated sampling; ``decode`` returns the text of tokens."""
+    """Return the report of a repeated sampling as text; ``decode`` converts tokens to text."""
     parts = [_described_scores(found.scored, tolerance)] if found.scored else []
     parts += [_described_samples(found.sampled, tolerance, decode)] if found.sampled else []
     return "\n".join(parts)

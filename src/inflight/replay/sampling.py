@@ -1,4 +1,4 @@
-"""Repeating recorded sampling on an endpoint with the same weights, or scoring the recorded tokens there."""
+"""Repeats recorded sampling on an endpoint with the same weights, or scores the recorded tokens there."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Resampled:
     number: int
     num_tokens: int
     parts_at: int | None
-    """Index of the first token that differs or is missing in one of the two. None: all tokens are equal."""
+    """Index of the first token that differs or that only one of the two has; None if all tokens are equal."""
     recorded_token: int | None
-    """The recorded token at that index; None if the completion has ended."""
+    """The recorded token at that index; None if the recorded completion has ended by then."""
     token: int | None
     recorded_logprob: float | None
     """Recorded logprob of the recorded token."""
@@ -50,7 +50,7 @@ class Scored:
     item: int
     number: int
     num_tokens: int
-    """Number of compared tokens: those that the version sampled before any other version did."""
+    """Number of compared tokens: those that the version sampled before another version sampled any."""
     largest_difference: float
     """Largest logprob difference, in nats."""
     differs_at: int | None
@@ -59,10 +59,10 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class SamplingReplay:
-    """The results of repeated sampling on an endpoint, and of its scores of the recorded tokens."""
+    """The results of repeated sampling on an endpoint, and of scoring the recorded tokens there."""
 
     sampled: Sequence[Resampled]
-    """Empty if nothing can be sampled again, but something can be scored."""
+    """Empty if nothing could be sampled again but something could be scored."""
     scored: Sequence[Scored]
     """Empty unless the endpoint supports scoring, and the record has logprobs of temperature 1."""
 
@@ -77,12 +77,13 @@ class _Asked:
 async def sample_again(
     record: Path, config: RunConfig, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
 ) -> list[Resampled]:
-    """Repeat the sampling of recorded groups whose tokens all came from ``version``, which the endpoint must serve.
+    """Repeat the sampling of recorded groups whose tokens were all sampled by ``version``, which the endpoint must
+    serve.
 
     Seeds, prompts and settings are those of the run. For a record in a run directory, the events show which completions
     formed a request; otherwise each group counts as one request. Completions that were continued after an abort are
-    omitted. The result is empty if none remains. Raises `UnsupportedError` if the endpoint does not support seeds, and
-    `ConfigError` if it serves another version that a run published to it.
+    omitted. The result is empty if no completion remains. Raises `UnsupportedError` if the endpoint does not support
+    seeds, and `ConfigError` if it serves another version that a run published to it.
     """
     capabilities = await endpoint.capabilities()
     if not capabilities.seeds:
@@ -126,10 +127,10 @@ async def score_again(
 ) -> list[Scored]:
     """Score the recorded tokens of ``version``, which the endpoint must serve, and compare the logprobs.
 
-    Seeds have no effect, so any engine can be compared, and also turns of environments. Tokens after an update are
-    omitted, because they may depend on cached states of older weights, and so are rollouts with images and rollouts
-    that were not sampled at temperature 1. Raises `ConfigError` if the endpoint serves another version that a run
-    published to it.
+    Seeds have no effect on scores, so any engine can be compared, and turns of environments as well. Tokens after an
+    update are omitted, because they may depend on keys and values that older weights computed. Rollouts with images and
+    rollouts that were not sampled at temperature 1 are omitted as well. Raises `ConfigError` if the endpoint serves
+    another version that a run published to it.
     """
     found: list[Scored] = []
     groups = (group for step in read_steps(record) if step.version >= version for group in step.groups)
@@ -154,7 +155,7 @@ async def score_again(
 
 
 def _compared_tokens(rollout: Rollout, version: int) -> list[int]:
-    """Return the indices of the completion tokens that ``version`` sampled before any other version did."""
+    """Return the indices of the completion tokens that ``version`` sampled before another version sampled any."""
     spans = itertools.takewhile(lambda span: span.version == version, rollout.version_spans)
     tokens = [i for span in spans for i in range(span.start, span.end)]
     is_known = all(not math.isnan(rollout.behaviour_logprobs[i]) for i in tokens)
@@ -207,7 +208,7 @@ def _is_from(rollout: Rollout, version: int) -> bool:
 
 
 def _requests(directory: Path) -> Mapping[int, Sequence[tuple[int, ...]]]:
-    """Return the completions of each request by item, without completions of several requests."""
+    """Return the completions of each request, by item, without requests that share completions with other requests."""
     if not (directory / EVENTS).exists():
         return {}
     found: dict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -218,16 +219,16 @@ def _requests(directory: Path) -> Mapping[int, Sequence[tuple[int, ...]]]:
 
 
 def _is_alone(numbers: tuple[int, ...], asked: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether no other request was for one of these completions."""
+    """Return whether no other request asked for any of these completions."""
     return sum(bool({*numbers} & {*other}) for other in asked) == 1
 
 
 def replay_sampling(
     record: Path, config: RunConfig, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
 ) -> SamplingReplay:
-    """Run `score_again` if the endpoint supports scoring, and `sample_again`; close the endpoint.
+    """Run `score_again`, if the endpoint supports scoring, and `sample_again`; close the endpoint.
 
-    Raises what these raise, but no `UnsupportedError` if tokens were scored, and `ConfigError` if nothing can be
+    Errors of both propagate, except an `UnsupportedError` if tokens were scored. Raises `ConfigError` if nothing can be
     compared.
     """
 

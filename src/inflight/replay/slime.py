@@ -1,7 +1,7 @@
-"""Reading slime's rollouts: the files of ``--save-debug-rollout-data``, one for each rollout.
+"""Reads slime's rollouts: the files that ``--save-debug-rollout-data`` writes, one for each rollout.
 
-A file is the ``torch.save`` output of ``{"rollout_id": int, "samples": [...]}``; a sample is the fields of slime's
-``Sample`` as a dict (slime/utils/types.py). Only plain values, tensors and numpy's arrays are read from it.
+A file is the ``torch.save`` output of ``{"rollout_id": int, "samples": [...]}``; a sample is a dict of the fields of
+slime's ``Sample`` (slime/utils/types.py). Only plain values, tensors and numpy arrays are read from it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from inflight.types import Group, Rollout
 from inflight.wire import VersionSpan
 
 _MAX_EXPANSION = 8
-"""Largest ratio of the total size of the tensors to the size of the file. Tensors may share stored memory."""
+"""Largest allowed ratio of the total size of the tensors to the size of the file, because tensors may share stored
+memory."""
 _FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort", "failed": "abort"}
 
 
@@ -30,7 +31,7 @@ def read_slime(files: Sequence[Path], *, temperature: float, reward_key: str | N
     """Return the groups of each file, in the order of their ``rollout_id``. Raises `ConfigError`.
 
     Versions are counted from the oldest one in the files. slime records which versions a sample saw, but not where they
-    changed, so such a sample counts as sampled from the oldest one.
+    changed, so a sample with several versions counts as sampled from its oldest one.
     """
     found = Found()
     versions: list[int] = []
@@ -68,7 +69,7 @@ def _steps(
 
 
 def _numpys() -> list[Any]:
-    """Return the classes of numpy arrays and numbers in a pickle, under the names of numpy 1 and 2."""
+    """Return the classes that a pickle of numpy arrays and numbers names, under their names in numpy 1 and 2."""
     made_by = (getattr(np._core.multiarray, name) for name in ("_reconstruct", "scalar"))  # type: ignore[attr-defined]
     named = [(it, f"numpy.{core}.multiarray.{it.__name__}") for it in made_by for core in ("core", "_core")]
     numbers = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"]
@@ -111,7 +112,7 @@ def _refuse_expansion(path: Path, values: Iterator[Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a tensor, numpy array or numpy number as Python values."""
+    """Convert a tensor, numpy array or numpy number to Python values; return anything else unchanged."""
     return value.tolist() if isinstance(value, torch.Tensor | np.ndarray | np.generic) else value
 
 

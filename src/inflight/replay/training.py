@@ -1,4 +1,4 @@
-"""Repeating the training of a record without engines: the same batches, over the same path to the ranks as in a run."""
+"""Repeats the training of a record without engines. The same batches reach the ranks in the same way as in a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _STOP_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ReplayedIncarnation:
-    """The configuration of training up to the version at which the run was resumed. None: to the end."""
+    """The configuration of training up to ``until``, the version at which the run was resumed, or None for up to the
+    end."""
 
     until: int | None
     config: RunConfig
@@ -44,7 +45,7 @@ class ReplayedIncarnation:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The result of repeating the training, step by step."""
+    """The result of repeated training, step by step."""
 
     trainer: str
     num_ranks: int
@@ -55,13 +56,13 @@ class Replayed:
     steps: tuple[StepDifference, ...]
     final: WeightsFile
     recorded_final: WeightsFile | None
-    """None if the run has not ended, or the replay ended before it."""
+    """None if the run has not ended, or if the replay ended earlier than the run."""
     weights: WeightDifference | None
     """None if the recorded weights no longer exist, or are equal."""
 
     @property
     def is_bit_equal(self) -> bool:
-        """Whether every metric of every step and the final weights are equal to the record."""
+        """Whether every metric of every step, and the final weights, equal those in the record."""
         is_final_equal = self.recorded_final is None or self.recorded_final.sha256 == self.final.sha256
         return is_final_equal and all(step.is_bit_equal for step in self.steps)
 
@@ -76,10 +77,10 @@ def replay_config(
     num_ranks: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Return the configuration of a replay in ``directory``: that of the run, without servers.
+    """Return the configuration of a replay in ``directory``, which is that of the run without its servers.
 
-    ``base`` replaces a configuration that the record lacks. The trainer options of the run are kept only if its trainer
-    is kept. Raises `ConfigError`.
+    ``base`` is used in place of the recorded configuration, which a record may lack. The trainer options of the run are
+    kept only if its trainer is kept. Raises `ConfigError`.
     """
     recorded = manifest.config if base is None else base
     if recorded is None:
@@ -117,7 +118,8 @@ _KEPT = {"num_steps", "seed", "start_timeout_s", "step_timeout_s", "save_timeout
 def replay_incarnations(
     manifest: RecordManifest, directory: Path, *, base: Mapping[str, Any] | None = None, **changes: Any
 ) -> list[ReplayedIncarnation]:
-    """Return the incarnations of the recorded run, each configured by `replay_config`; ``base`` replaces them all."""
+    """Return the recorded run's incarnations, each with the result of `replay_config`, or only one if ``base`` is
+    given."""
     earlier = () if base is not None else manifest.earlier
     incarnations = [
         ReplayedIncarnation(it.until, replay_config(manifest, directory, base=it.config, **changes)) for it in earlier
@@ -128,7 +130,7 @@ def replay_incarnations(
 def check_record(record: Path, manifest: RecordManifest, config: RunConfig, num_steps: int | None = None) -> None:
     """Raise `ConfigError` if training cannot begin where the record begins, or if step files are missing or damaged.
 
-    Only the first ``num_steps`` are needed. None: all.
+    Only the files of the first ``num_steps`` steps are checked, or all if that is None.
     """
     if "behaviour_logprobs" in manifest.lacks:
         raise ConfigError(
@@ -159,7 +161,7 @@ def check_record(record: Path, manifest: RecordManifest, config: RunConfig, num_
 
 
 def check_tokens(step: RecordedStep, vocab_size: int) -> None:
-    """Raise `ConfigError` if a step has tokens that the model does not have."""
+    """Raise `ConfigError` if a step has tokens that are not in the model's vocabulary."""
     for group in step.groups:
         for rollout in group.rollouts:
             largest = max((*rollout.prompt_token_ids, *rollout.completion_token_ids), default=0)
@@ -230,7 +232,7 @@ async def _train_incarnation(
     note: Callable[[str], None],
     on_step: Callable[[StepDifference], None],
 ) -> None:
-    """Train the steps to ``versions`` on new ranks, from a checkpoint if there is one, and save."""
+    """Train the steps that produce ``versions`` on new ranks, from a checkpoint if there is one, and save."""
     directory, images = config.run.directory, load_image_processor(config.model.path)
     vocab_size = int(load_config(config.model.path).get_text_config().vocab_size)
     group = TrainerGroup(config, directory / "logs", secrets.token_urlsafe(24), note)
@@ -273,8 +275,9 @@ def replay_training(
     note: Callable[[str], None],
     on_step: Callable[[StepDifference], None] = lambda step: None,
 ) -> Replayed:
-    """Repeat the training with the incarnations that ``make_incarnations`` configures for a directory. None: a
-    temporary directory.
+    """Repeat the training with the incarnations that ``make_incarnations`` configures for ``directory``.
+
+    If ``directory`` is None, a temporary one is used.
     """
     with tempfile.TemporaryDirectory(prefix="inflight-replay-") as temporary:
         incarnations = make_incarnations(Path(temporary) if directory is None else directory)
