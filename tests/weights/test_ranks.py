@@ -100,7 +100,7 @@ def test_a_rank_that_does_not_answer_ends_the_publish_at_its_deadline(local: Loc
         ranks.gate.set()
         with pytest.raises(TransferError, match="rank 0 is gone"):
             sending.result(SOON_S)
-        with pytest.raises(PublishError, match="the ranks of the trainer have lost each other"):
+        with pytest.raises(PublishError, match="the trainer's ranks have lost their connection"):
             publish_weights(ranks.source, publisher, bucket_bytes=BUCKET_BYTES, deadline_s=1.0)
 
 

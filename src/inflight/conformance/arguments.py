@@ -27,7 +27,7 @@ def add_endpoint_arguments(
         "--model",
         type=Path,
         metavar="DIR",
-        help="checkpoint that the server loads (default: one that the kit makes, but for a URL none)",
+        help="checkpoint that the server loads (default: one that the kit creates, or none for a URL)",
     )
     endpoint.add_argument(
         "--token-file",
@@ -85,5 +85,5 @@ def worker_factory(text: str) -> str:
     found = {name: entry.value for name, entry in find_entry_points("workers").items()}
     if text not in found:
         names = ", ".join(sorted(found)) or "none"
-        raise ConfigError(f"no worker {text!r} is installed; installed are {names}; or give module:attribute")
+        raise ConfigError(f"worker {text!r} is not installed; installed workers: {names}; or pass module:attribute")
     return found[text]

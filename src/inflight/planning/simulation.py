@@ -136,7 +136,8 @@ class SimulatedRun:
             if (time := self.timeline.next_time()) == math.inf:
                 raise InvalidRequestError(
                     f"the simulation stalled at version {self.version}: {len(self.dispatcher.open)} groups are open "
-                    f"and {self.dispatcher.steps.waiting.num_groups} wait; {self.dispatcher.oldest} is the oldest"
+                    f"and {self.dispatcher.steps.waiting.num_groups} are waiting; "
+                    f"{self.dispatcher.oldest} is the oldest"
                 )
             while self.timeline.next_time() <= time and not self._is_over():
                 self.timeline.make_next_call()

@@ -94,7 +94,9 @@ def _load(path: Path) -> dict[str, Any]:
         and dump["samples"]
         and all(isinstance(sample, dict) for sample in dump["samples"])
     ):
-        raise ConfigError(f"{str(path)!r} is not a rollout of slime: it has no rollout_id and list of samples")
+        raise ConfigError(
+            f"{str(path)!r} is not a rollout of slime: it does not contain a rollout_id and a list of samples"
+        )
     _refuse_expansion(path, (value for sample in dump["samples"] for value in sample.values()))
     samples = [{name: _plain(value) for name, value in sample.items()} for sample in dump["samples"]]
     return {"rollout_id": dump["rollout_id"], "samples": samples}
@@ -127,7 +129,11 @@ def _rollout_of(
 ) -> Rollout:
     token_ids = field_of(sample, "tokens", are_ids, "a list of token ids", where)
     num_tokens = field_of(
-        sample, "response_length", lambda it: type(it) is int and 0 < it < len(token_ids), "less than all tokens", where
+        sample,
+        "response_length",
+        lambda it: type(it) is int and 0 < it < len(token_ids),
+        "a positive number below the number of tokens",
+        where,
     )
     completion = token_ids[-num_tokens:]
     mask = field_of(sample, "loss_mask", lambda it: it is None or are_numbers(it), "a list of 0 and 1", where)

@@ -70,7 +70,7 @@ def _tokens(tokenizer: Any, text: str, where: str) -> list[int]:
 def _step_of(path: Path) -> int:
     """Return the number of the step in a file's first row."""
     for where, row in _rows(path):
-        return int(field_of(row, "step", lambda it: type(it) is int, "a step's number", where))
+        return int(field_of(row, "step", lambda it: type(it) is int, "the number of a step", where))
     raise ConfigError(f"{str(path)!r} is empty")
 
 

@@ -108,12 +108,12 @@ class RankLink:
         self._connection = connection
         self._other = other
         self.lost: str | None = None
-        """Why the ranks have lost each other, if they have."""
+        """Why the ranks have lost their connection to each other, if they have."""
 
     def exchange(self, rank: int, message: bytes, timeout_s: float) -> Sequence[bytes]:
         """Exchange messages as `ShardedWeightSource.exchange` requires."""
         if self.lost is not None:
-            raise TransferError(f"the ranks of the trainer have lost each other: {self.lost}")
+            raise TransferError(f"the trainer's ranks have lost their connection: {self.lost}")
         deadline = time.monotonic() + timeout_s
         try:
             if rank:

@@ -28,7 +28,7 @@ async def check_served(pair: Pair) -> Figures:
         if served.run_id is not None and not served.run_id.startswith("check-"):
             raise ConfigError(
                 f"{label} serves version {served.version} of run {served.run_id!r}; the examination would "
-                "replace its weights. Start another server from the same checkpoint, and examine that"
+                "replace its weights. Start another server from the same checkpoint, and examine that one"
             )
     sampled = await pair.sample()
     figures, limits = sampled.figures, Limits.of(can.dtype)
@@ -40,5 +40,5 @@ async def check_served(pair: Pair) -> Figures:
     raise ConfigError(
         f"{label} does not serve {str(reference.path)!r}, or not faithfully: before anything is published, logprobs "
         f"differ from this checkpoint's by {figures.mean:.3g} nats on average (k3 {figures.k3:.3g}), and the limits "
-        f"are {limits.mean:g} and {limits.k3:g}. {how}, which also finds the cause if it remains"
+        f"are {limits.mean:g} and {limits.k3:g}. {how}, which also finds the cause if the difference remains"
     )

@@ -28,8 +28,8 @@ def _of_temperature(measured: PairMeasurements) -> Iterator[Finding]:
     same, other, unscaled = measured.same_weights, measured.other_temperature, measured.unscaled
     if other.mean > _CLEARLY * unscaled.mean:
         yield Finding(
-            f"at temperature 0.7 the endpoint's logprobs are those of temperature 1: {unscaled.mean:.2g} from the "
-            f"trainer's without the temperature, {other.mean:.2g} with it",
+            f"at temperature 0.7 the endpoint's logprobs are those of temperature 1: they differ by "
+            f"{unscaled.mean:.2g} from the trainer's without the temperature, and by {other.mean:.2g} with it",
             "whether the engine returns processed logprobs (vLLM: --logprobs-mode processed_logprobs)",
         )
     elif other.mean > _CLEARLY * max(same.mean, measured.tolerance / 5):
@@ -100,14 +100,14 @@ def _of_the_rest(measured: PairMeasurements) -> Iterator[Finding]:
     ):
         if side.from_reference > small and side.from_reference > _CLEARLY * other.from_reference:
             yield Finding(
-                f"the {name} is {side.from_reference:.2g} from transformers in float32, the other side "
+                f"the {name} differs by {side.from_reference:.2g} from transformers in float32, the other side by "
                 f"{other.from_reference:.2g}",
                 f"the {name}",
             )
         if (dtype := _rounding(side)) is not None and side.from_reference > small:
             yield Finding(
-                f"the {name}'s logprobs are those of logits rounded to {dtype}: {side.from_rounded[dtype]:.2g} from "
-                f"them, {side.from_reference:.2g} from unrounded ones",
+                f"the {name}'s logprobs are those of logits rounded to {dtype}: they differ by "
+                f"{side.from_rounded[dtype]:.2g} from these, and by {side.from_reference:.2g} from unrounded ones",
                 f"the dtype of the {name}'s head; float32 is cheap there",
             )
     if measured.together.mean > _CLEARLY * max(measured.same_weights.mean, small):
