@@ -74,7 +74,8 @@ async def require_old_weights(
     """Require that the update left no trace: the endpoint is READY with the checkpoint's weights under the previous
     version.
 
-    If bytes of the update had arrived (``may_be_torn``), POISONED is also allowed, provided that nothing is generated.
+    If bytes of the update had arrived (``may_be_torn``), the endpoint may also be POISONED, provided that it generates
+    nothing.
     """
     started = time.monotonic()
     version = await wait_until_settled(subject, when, seconds)

@@ -25,7 +25,7 @@ _LONG_LENGTH = 1100
 """Length of a prompt that fills several pages on any engine; pages hold 16 to 1024 tokens."""
 _GROUP = 4
 _SHARED_LENGTH = 330
-"""Length of the prefix that several clients share: engines cache prefixes by pages of up to 256 tokens."""
+"""Length of the prefix that several clients share: engines cache prefixes in pages of up to 256 tokens."""
 _NUM_RUNNING = 2
 _NUM_TOKENS_OF_A_CLIENT = 300
 """Number of tokens of each request that runs while weights change."""
@@ -68,7 +68,7 @@ async def prefix(subject: EndpointSubject) -> None:
 async def _updates(
     subject: EndpointSubject, prompt: Sequence[int]
 ) -> AsyncIterator[tuple[InFlightPolicy, ReferenceWeights, ReferenceWeights]]:
-    """Send the prompt and then update the weights, once under each policy; yield the policy, the old and the new
+    """Send the prompt and then update the weights, under each policy in turn; yield the policy and the old and new
     weights."""
     turns = [subject.reference.perturbed("B"), subject.reference.weights]
     policies = subject.capabilities.in_flight_policies
@@ -111,7 +111,7 @@ async def _require_nothing_stale(
 @check("U-33", "updates", deadline_s=40)
 @look_at("pages that are larger than the prompts you tested with, and hashes of prefixes that lack the version")
 async def long_prefix(subject: EndpointSubject) -> None:
-    """The same holds for a prompt of a thousand tokens: cached pages of any size are dropped."""
+    """The same holds for a prompt of a thousand tokens: cached pages are dropped, whatever their size."""
     prompt = _long_prompt(subject)
     async for policy, _, after in _updates(subject, prompt):
         what = f"after an update under {policy}, a prompt of {len(prompt)} tokens"
@@ -304,7 +304,7 @@ def _recomputed_logits(
     ids: Sequence[int],
     dtype: str,
 ) -> torch.Tensor:
-    """Return [T, V]: the logits of each span's tokens, with all keys and values computed by the span's version."""
+    """Return the logits [T, V] of each span's tokens, with all keys and values computed by the span's version."""
     return torch.cat(
         [reference.logits(published[it.version], prompt, ids, dtype=dtype)[it.start : it.end] for it in spans]
     )
@@ -319,7 +319,7 @@ def _require_as_the_policy_says(
     """Require that the keys and values that each token attends to are those that the policy prescribes.
 
     Under keep, a request is left out if its first token names a later version than the one under which it was sent: the
-    first part of its prompt may have been computed with the older weights.
+    beginning of its prompt may have been computed with the older weights.
     """
     reference, largest, num_updated = subject.reference, 0.0, 0
     for version, request, completion in answers:

@@ -1,6 +1,6 @@
 """Connections to a server that can send arbitrary bytes and can be cut.
 
-They implement as much HTTP/1.1 as checks need.
+They implement as much of HTTP/1.1 as checks need.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ async def connection(subject: EndpointSubject) -> AsyncIterator[tuple[asyncio.St
 
 
 def head(subject: EndpointSubject, method: str, path: str, headers: Mapping[str, str]) -> bytes:
-    """Return the head of a request that asks the server to close the connection after its answer."""
+    """Return the request line and headers of a request that asks the server to close the connection after its
+    answer."""
     assert subject.opened.url is not None
     parts = urlsplit(subject.opened.url)
     lines = {"host": parts.netloc, "content-type": "application/json", "connection": "close", **headers}
@@ -54,7 +55,7 @@ def head(subject: EndpointSubject, method: str, path: str, headers: Mapping[str,
 async def answer_to(
     subject: EndpointSubject, method: str, path: str, body: bytes = b"", token: str | None = None
 ) -> HttpAnswer:
-    """Return the server's answer to a body of arbitrary bytes."""
+    """Return the server's answer to a request whose body consists of arbitrary bytes."""
     headers = {"content-length": str(len(body))}
     if token is not None:
         headers["authorization"] = f"Bearer {token}"

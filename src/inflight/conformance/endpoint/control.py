@@ -1,4 +1,4 @@
-"""Level control: which control calls are accepted in which state, and what they answer."""
+"""Level control: which control calls are accepted in which state, and what they return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 LEVEL = "control"
 _LEASE_S = 1.2
 _PAUSE_S = 0.7
-"""Pause between two messages. One pause is shorter than the lease, and two pauses are longer."""
+"""Time between two messages. It is shorter than the lease, and twice this time is longer."""
 _STATES = (
     "the transitions of docs/contract.md: which call is allowed in which state, and that a refused one changes none"
 )
@@ -36,7 +36,7 @@ async def second_request_refused(subject: EndpointSubject) -> None:
 
 @check("E-38", "updates", look_at=_STATES)
 async def nothing_requested(subject: EndpointSubject) -> None:
-    """Without a requested update, receive_weights and commit_weight_update are refused."""
+    """Unless an update was requested, receive_weights and commit_weight_update are refused."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = publisher.announcement(other)
     for when in ("before any group", "with a group"):
@@ -51,7 +51,7 @@ async def nothing_requested(subject: EndpointSubject) -> None:
 
 @check("E-39", "updates", look_at=_STATES)
 async def early_commit(subject: EndpointSubject) -> None:
-    """A commit before all buckets have arrived is refused and does not end the update."""
+    """A commit that comes before all buckets have arrived is refused and does not end the update."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 3)
     num_buckets = len(update.buckets)
@@ -67,7 +67,8 @@ async def early_commit(subject: EndpointSubject) -> None:
 
 @check("E-40", "updates", look_at="whether versions are compared within a run, and with < instead of <=")
 async def versions_never_go_back(subject: EndpointSubject) -> None:
-    """A version lower than the served one of the same run is refused; the served version may be published again."""
+    """A version of the same run that is lower than the served one is refused; the served version may be published
+    again."""
     publisher, reference = subject.publisher, subject.reference
     other = reference.with_final_norm(-1.0, "B")
     for _ in range(2):
@@ -124,7 +125,8 @@ async def repeated_abort(subject: EndpointSubject) -> None:
 
 @check("E-43", "updates", deadline_s=30, look_at="the timer that aborts the update, and the calls that start it again")
 async def lease(subject: EndpointSubject) -> None:
-    """A pause ends on its own when its lease expires, with the old weights; every message of the update renews it."""
+    """When its lease expires, a pause ends on its own, with the old weights; every message of the update renews the
+    lease."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, lease_s=_LEASE_S, bucket_bytes=other.size_bytes // 2)
     for index in range(len(update.buckets)):

@@ -21,7 +21,7 @@ from inflight.wire import Completion, GenerateRequest
 Asked = tuple[GenerateRequest, Completion]
 
 _LENGTHS = (2, 5, 16, 17, 33, 65, 129, 257, 520, 1030, 2050, 4100, 3, 4, 8, 9, 24, 48, 100, 400)
-"""Lengths of prompts, the most telling ones first."""
+"""Lengths of prompts, the most informative ones first."""
 _NUM_DECODED = 48
 _LIMIT_S = 10.0
 _ROUNDED = 3.0

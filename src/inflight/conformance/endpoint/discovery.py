@@ -1,4 +1,5 @@
-"""Level discovery: whether an endpoint's report is complete and true, and whether it refuses everything else."""
+"""Level discovery: whether an endpoint's capabilities are complete and correct, and whether it refuses what they do not
+include."""
 
 from __future__ import annotations
 
@@ -28,13 +29,14 @@ _GROUPS = ("gloo", "nccl")
 _NUM_REQUESTS = 40
 """Number of requests sent at once to fill an endpoint, with several completions each."""
 _MOST_COMPLETIONS = 16
-"""Number of completions of each request. An endpoint that can run more sequences in total than this is not filled."""
+"""Maximum number of completions of each request. An endpoint that can run more sequences than all of these together is
+not filled."""
 _SOON_S = 5.0
 
 
 @check("E-01", look_at="whether capabilities() returns constants instead of the current state")
 async def constant_capabilities(subject: EndpointSubject) -> None:
-    """The reported capabilities have this protocol version, name an in-flight policy and a transport, and never
+    """The reported capabilities state this protocol version, name an in-flight policy and a transport, and never
     change."""
     first = await subject.endpoint.capabilities()
     await subject.generate()
@@ -204,7 +206,7 @@ async def chat_and_streaming(subject: EndpointSubject) -> None:
 
 @check("E-07", deadline_s=60, look_at="num_running: it counts sequences, not requests, and decreases when they end")
 async def state_at_rest(subject: EndpointSubject) -> None:
-    """At rest, an endpoint is READY and runs no sequence, and num_running counts the sequences that run."""
+    """When idle, an endpoint is READY and runs no sequence. While sequences run, num_running is their number."""
     found = await subject.endpoint.weight_version()
     subject.note(at_rest=found.model_dump(mode="json", exclude_none=True))
     require(found.state is EndpointState.READY, f"at rest, the state is {found.state}, not ready")

@@ -23,7 +23,8 @@ LEVEL = "tokens"
 _DRAFTED = 32
 """Number of likeliest first tokens. For each of them, the history contains a continuation of the completion."""
 _COPIES = 8
-"""Copies of each recorded completion, so that they outnumber the few that run alongside a request."""
+"""Number of copies of each recorded completion, so that they outnumber the few completions that run alongside a
+request."""
 _NUM_DRAWS, _DRAWS_PER_REQUEST = 1024, 64
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
 """A slow endpoint may stop after this many draws once this many seconds have passed."""
@@ -40,7 +41,7 @@ _SCORED = 64
     "whether random numbers and temperatures reach the verification"
 )
 async def drafts(subject: EndpointSubject) -> None:
-    """Drafts change neither the distribution that tokens are drawn from nor their logprobs, whether the recorded
+    """Drafts change neither the distribution from which tokens are drawn nor the tokens' logprobs, whether the recorded
     completions are the likeliest ones or every draft is wrong."""
     endpoint, prompt = subject.endpoint, subject.prompt(seed=2)
     if not isinstance(endpoint, DraftingEndpoint):

@@ -28,7 +28,7 @@ _BASE = "what is kept of a committed update and under which name, and whether an
 @check("U-15", "updates partial_updates")
 @look_at("whether tensors that are not sent are left unchanged, and counted when the manifest is compared")
 async def frozen_tensors(subject: EndpointSubject) -> None:
-    """An update that names frozen tensors changes only the others; one that neither sends nor freezes a tensor is
+    """An update that names frozen tensors changes only the others; one that leaves a tensor neither sent nor frozen is
     refused."""
     publisher, reference = subject.publisher, subject.reference
     doubled = reference.with_final_norm(2.0, "A with its final norm doubled")
@@ -166,7 +166,7 @@ async def damaged_bucket(subject: EndpointSubject) -> None:
 
 
 def _with_another_bit(weights: ReferenceWeights) -> ReferenceWeights:
-    """Return weights whose last tensor differs in one bit."""
+    """Return a copy of the weights whose last tensor differs in one bit."""
     name, tensor = list(weights.tensors.items())[-1]
     damaged = tensor.clone().contiguous()
     damaged.view(-1).view(torch.uint8)[0] ^= 1

@@ -18,13 +18,13 @@ from inflight.wire import Completion, SamplingParams
 LEVEL = "tokens"
 _NUM_CASES = 4
 _ENDS_S = 15.0
-"""After this many seconds, one completion that ended is enough."""
+"""After this many seconds, a single completion that has ended is enough."""
 _DEFAULT_TOKENS = 40
 """More tokens than the default of max_tokens in any engine; OpenAI's default is 16."""
 _NUM_COMPARED = 6
 """Number of completions with an end-of-sequence token whose logprobs are compared."""
 _MOST_SEEDS = 40
-"""Number of completions that are searched for a place to stop at."""
+"""Number of completions that are searched for a place at which to stop."""
 
 
 @check("E-19", deadline_s=60, look_at="whether the engine drops the stop token from its output")
@@ -47,7 +47,7 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
 @look_at("whether tokens are cut with the text, and whether the text is searched after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes a stop string. That token is listed with its logprob, and the
-    finish reason is stop. A stop string that lies in the prompt, or begins there, ends nothing."""
+    finish reason is stop. A stop string that lies in the prompt, or begins there, does not end the completion."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
@@ -204,7 +204,7 @@ def text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
 
 
 def prompt_near_the_end(subject: EndpointSubject) -> tuple[tuple[int, ...], float, float]:
-    """Return a prompt, a temperature, and the probability, a large one, that the next token then ends the sequence."""
+    """Return a prompt and a temperature at which the next token probably ends the sequence, and that probability."""
     ids = sorted(subject.reference.eos_token_ids & set(range(subject.capabilities.vocab_size)))
     if not ids:
         skip("the checkpoint names no token that ends a sequence")

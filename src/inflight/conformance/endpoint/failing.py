@@ -16,7 +16,7 @@ Failure = Literal["instead", "afterwards"]
 
 
 class FailingEngine(PausableEngine):
-    """Forwards every call to ``engine``. If ``fails`` is set, the next `apply` fails, once."""
+    """Forwards every call to ``engine``. If ``fails`` is set, the next `apply` fails, and only that one."""
 
     def __init__(self, engine: PausableEngine) -> None:
         self._engine = engine

@@ -63,7 +63,7 @@ async def bucket_never_sent(subject: EndpointSubject) -> None:
 
 @check("U-44", "updates", deadline_s=30, look_at=_DEADLINES)
 async def slow_sender(subject: EndpointSubject) -> None:
-    """A bucket that is sent late, but within the timeout of its transfer, arrives."""
+    """A bucket arrives even if it is sent late, as long as that is within the timeout of its transfer."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     for index in range(len(update.buckets)):
@@ -109,7 +109,7 @@ async def torn_update(subject: EndpointSubject) -> None:
 
 
 async def _abort_each_kind(subject: EndpointSubject) -> None:
-    """Abort fully received updates of each kind; require that later updates apply nothing from them."""
+    """Abort an update of each kind after it has fully arrived; require that later updates apply nothing from it."""
     reference, publisher, chain = subject.reference, subject.publisher, UpdateChain(subject)
     served, norm, can = reference.weights, reference.final_norm, subject.capabilities
     frozen = tuple(name for name in served.tensors if name != norm)

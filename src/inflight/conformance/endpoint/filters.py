@@ -35,7 +35,7 @@ def logprob_bounds(
 def _kept(logits_V: torch.Tensor, sampling: SamplingParams, error: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two bool tensors [V]: the tokens that every engine keeps, and those that some engine keeps.
 
-    Logits with an error of up to ``error`` may swap ranks if they differ by less than twice that.
+    Logits with an error of up to ``error`` may swap ranks if they differ by less than twice that error.
     """
     sure_V = torch.ones_like(logits_V, dtype=torch.bool)
     possible_V = sure_V.clone()

@@ -1,4 +1,4 @@
-"""Level tokens: whole answers, streams, chat completions and chat streams carry the same tokens."""
+"""Level tokens: complete answers, streams, chat completions and chat streams carry the same tokens."""
 
 from __future__ import annotations
 
@@ -166,8 +166,8 @@ def _choices(chat: ChatCompletion) -> list[Completion]:
 
 
 def _chunks(events: Iterable[ChatCompletionChunk], index: int) -> list[CompletionChunk]:
-    """Return one choice of a chat stream as chunks. Chat chunks have no ``start``; it is computed from the preceding
-    tokens."""
+    """Return one choice of a chat stream as completion chunks. Chat chunks have no ``start``; it is computed from the
+    preceding tokens."""
     chunks: list[CompletionChunk] = []
     start = 0
     for event, choice in ((e, c) for e in events for c in e.choices if c.index == index):

@@ -44,7 +44,7 @@ def require_error_body(answer: HttpAnswer, statuses: tuple[int, ...], what: str,
 @check("E-50", "url updates", deadline_s=30)
 @look_at("whether every control route checks the token, before it reads the body")
 async def control_takes_a_token(subject: EndpointSubject) -> None:
-    """Control routes called without the token, or with a wrong one, answer 401 and change nothing."""
+    """Control routes that are called without the token, or with a wrong one, respond with 401 and change nothing."""
     url, token = subject.opened.url, subject.opened.token
     assert url is not None
     if token is None:
@@ -122,7 +122,7 @@ def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:
 
 @check("E-52", "url", deadline_s=60, look_at=_PARSING)
 async def malformed_bodies(subject: EndpointSubject) -> None:
-    """A malformed body, including one with an unknown key, is refused with status 4xx and an ErrorBody."""
+    """A malformed body, including one with an unknown key, is refused with a 4xx status and an ErrorBody."""
     token = subject.opened.token
     generate = subject.request().model_dump(mode="json")
     ref = {"run_id": "check", "version": 1}
@@ -176,8 +176,8 @@ async def long_body(subject: EndpointSubject) -> None:
 async def cut_connections(subject: EndpointSubject) -> None:
     """A request, plain or streamed, ends when its connection is cut.
 
-    An equally long request that is not cut runs at the same time, or before it if only one sequence is decoded at a
-    time.
+    An equally long request that is not cut runs at the same time, or before the cut one if only one sequence is decoded
+    at a time.
     """
     is_alone = subject.capabilities.max_concurrent_sequences < 2
     usual_s = await subject.seconds_to_fill_the_context() if is_alone else 0.0
@@ -197,7 +197,8 @@ async def cut_connections(subject: EndpointSubject) -> None:
 
 @check("E-55", "url", look_at=_PARSING)
 async def unknown_routes(subject: EndpointSubject) -> None:
-    """An unknown route is answered with 404 and a wrong method with 405 or 404, each with an ErrorBody."""
+    """A request to an unknown route is answered with 404, and one with a wrong method with 405 or 404; both answers
+    have an ErrorBody."""
     for method, path in (("GET", "/no/such/route"), ("POST", "/v1/no_such_route"), ("GET", "/capabilities/")):
         require_error_body(await answer_to(subject, method, path), (404,), f"{method} {path}", "invalid_request")
     for route in routes.ROUTES:
@@ -209,7 +210,7 @@ async def unknown_routes(subject: EndpointSubject) -> None:
 @check("E-56", "url")
 @look_at("whether a pause counts as unhealthy, so that a load balancer removes the server during every update")
 async def health(subject: EndpointSubject) -> None:
-    """/health answers 200 with the state and the version, both while the server is ready and while it is paused."""
+    """/health responds with 200, the state and the version, both while the server is ready and while it is paused."""
     await _require_healthy(subject, EndpointState.READY)
     if subject.missing("updates") is None:
         update = await subject.publisher.request(subject.reference.weights)

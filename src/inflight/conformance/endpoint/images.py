@@ -22,14 +22,14 @@ _COLOURS = ((220, 30, 30), (30, 40, 220), (20, 200, 60))
 _DOT = "data:image/png;base64," + (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-"""A picture of one pixel, written without any package."""
+"""An image of one pixel, made without any package."""
 _NUM_TOKENS = 12
 _TOWER = ("vision_tower.", "multi_modal_projector.")
 
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """An endpoint whose model accepts images, and transformers' computation of the same model."""
+    """An endpoint whose model accepts images, and the same model in transformers as its reference."""
 
     subject: EndpointSubject
     endpoint: InferenceEndpoint
@@ -93,7 +93,7 @@ async def _open_seeing(subject: EndpointSubject) -> _Seeing:
 
 
 def _picture(colour: tuple[int, int, int]) -> str:
-    """Return a picture with a dark corner, in the model's input size: engines may scale other sizes differently."""
+    """Return an image with a dark corner, in the model's input size: engines may scale other sizes differently."""
     from PIL import Image
 
     picture = Image.new("RGB", (28, 28), colour)
@@ -108,7 +108,7 @@ def _picture(colour: tuple[int, int, int]) -> str:
 )
 async def images_are_seen(subject: EndpointSubject) -> None:
     """Where images are supported, logprobs are those of the reference for the same tokens and the same images, in
-    order, whatever images other requests with the same tokens have."""
+    order, whatever images other requests with the same tokens contain."""
     seeing = await _open_seeing(subject)
     red, blue, green = map(_picture, _COLOURS)
     shown = [(red,), (blue,), (red, green), (green, red), (red,)]

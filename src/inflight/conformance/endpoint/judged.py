@@ -27,7 +27,7 @@ _READY_WAIT_S = 8.0
 _IDLE_WAIT_S = 3.0
 _TOKEN_WAIT_S = 15.0
 _GONE_WAIT_S = 1.0
-"""Shorter time limit for an endpoint that could not be restored the previous time."""
+"""Shorter time limit for an endpoint that could not be restored last time."""
 _CLEAN_UP_S = 8.0
 _RESTORE_S = 15.0
 

@@ -27,7 +27,7 @@ class UpdateKind:
     """How an update is sent, and which part of the weights it contains."""
 
     name: str
-    """The name with its article, for messages."""
+    """The name with an article, for use in messages."""
     staged: bool = False
     is_partial: bool = False
     encoding: Encoding | None = None
@@ -86,9 +86,9 @@ class OpenUpdate:
 
 
 class UpdateChain:
-    """Updates of one run, each of any kind, and the weights that the endpoint serves after them.
+    """A sequence of updates of one run, of any kinds, and the weights that the endpoint serves after each.
 
-    The first weights are the checkpoint's.
+    Before the first update, these are the checkpoint's weights.
     """
 
     def __init__(self, subject: EndpointSubject) -> None:
@@ -152,9 +152,9 @@ class UpdateChain:
         return self._kept is not None and self._kept[0] == kept
 
     def _publisher(self, num_senders: int) -> SteppedPublisher:
-        """Return the trainer side with this many senders.
+        """Return the publisher with this many senders.
 
-        It forms a new group if the other trainer side was used last.
+        It forms a new group if another publisher was used last.
         """
         if num_senders not in self._senders:
             run_id = self._subject.publisher.run_id

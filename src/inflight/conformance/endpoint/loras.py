@@ -13,7 +13,7 @@ from inflight.wire import LoraSpec
 
 LEVEL = "weights"
 SPEC = LoraSpec(rank=3, alpha=6.0)
-"""The LoRAs that checks publish."""
+"""Rank and alpha of the LoRAs that checks publish."""
 _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
 """Suffixes of the names of the layers that the two LoRAs of a check change."""
 
@@ -24,8 +24,8 @@ _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
     "or update leaves out are as without one"
 )
 async def loras(subject: EndpointSubject) -> None:
-    """After a LoRA, logprobs are those of the weights with the LoRA added; the next LoRA replaces it, and an update of
-    other tensors removes it."""
+    """After an update that consists of a LoRA, logprobs are those of the weights with the LoRA added; the next LoRA
+    replaces it, and an update of other tensors removes it."""
     publisher, reference = subject.publisher, subject.reference
     base = reference.weights
     await publisher.publish(base, keep=True)
@@ -85,7 +85,7 @@ def make_lora(
 
 
 def merge_lora(base: ReferenceWeights, lora: ReferenceWeights, spec: LoraSpec = SPEC) -> ReferenceWeights:
-    """Return weights to which a LoRA is added."""
+    """Return the weights with a LoRA added."""
     tensors = dict(base.tensors)
     for name, weight in base.tensors.items():
         a, b = (lora.tensors.get(part) for part in lora_names(name.removesuffix(".weight")))

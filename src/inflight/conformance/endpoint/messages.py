@@ -31,7 +31,7 @@ _SESSION = "the state machine of an update: which message it expects next, and w
 
 @check("U-45", "updates", deadline_s=40, look_at=_SESSION)
 async def messages_sent_twice(subject: EndpointSubject) -> None:
-    """A control message that arrives twice is refused the second time or changes nothing, in every state."""
+    """In every state, a control message that arrives a second time is refused or changes nothing."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     spec = publisher.open_group(_SHORT_S)
@@ -75,7 +75,7 @@ async def _refused_or_unchanged(subject: EndpointSubject, call: Awaitable[Any], 
 
 @check("U-46", "updates", deadline_s=40, look_at=_SESSION)
 async def messages_out_of_order(subject: EndpointSubject) -> None:
-    """Control messages out of order are refused and change nothing; the right order works afterwards."""
+    """Control messages that arrive out of order are refused and change nothing; afterwards, the correct order works."""
     publisher, endpoint, refused = subject.publisher, subject.endpoint, subject.require_refused
     other = subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 3)
@@ -120,7 +120,7 @@ async def _commit_before_the_pause(subject: EndpointSubject, weights: ReferenceW
 @check("U-47", "updates", deadline_s=40)
 @look_at("whether a pending transfer over the old group can be ended without a late effect on the new one")
 async def new_group_ends_the_update(subject: EndpointSubject) -> None:
-    """A group that is formed while an update is open ends that update, and the next one uses the new group."""
+    """Forming a group while an update is open ends that update, and the next update uses the new group."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     await publisher.send(update, other, 0)

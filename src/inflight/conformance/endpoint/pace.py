@@ -1,4 +1,4 @@
-"""How fast an endpoint is, and the time limits and lengths of checks that follow from its speed."""
+"""How fast an endpoint is, and the time limits and lengths that follow from its speed for checks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Pace:
         return min(max_model_len, max(_SHORTEST, int(_LONG_S / self.token_s)))
 
     def prompt_len(self, seconds: float) -> int:
-        """Return the length of a prompt that takes about ``seconds``, at least 256; no limit if the pace is unknown."""
+        """Return the length of a prompt that takes about ``seconds``, at least 256, or a huge number if the pace is
+        unknown."""
         return max(_SHORTEST, int(seconds / self.prompt_token_s)) if self.prompt_token_s else sys.maxsize
 
     def allows_prompt(self, num_tokens: int) -> bool:

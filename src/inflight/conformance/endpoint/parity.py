@@ -17,7 +17,7 @@ LEVEL = "parity"
 _NUM_PROMPTS = 8
 _NUM_TOKENS, _FEWEST_TOKENS = 96, 32
 _SAMPLE_S = 1.0
-"""How long a completion may take; on slow endpoints completions are shorter."""
+"""How long a completion may take. On slow endpoints, completions are shorter."""
 _DRIFT_UPDATES = 50
 
 

@@ -29,12 +29,13 @@ _SEED = 67
 _SAMPLED = 64
 """Number of tokens that the request must have when it is aborted."""
 _NUM_LATE = 8
-"""How many of these may be missing: an engine drops the outcome of the steps that are in flight at the abort."""
+"""How many of these may be missing: an engine drops the results of the steps that are in flight when the abort
+arrives."""
 _NUM_TRIES = 4
 _MEANWHILE = 12
-"""Number of tokens of the request that is sampled to let time pass, so that an update falls between tokens."""
+"""Number of tokens of another request, which is sampled to let time pass between two events."""
 _REPORTED_S = 1.0
-"""Time for num_running to change, which an engine may update only occasionally."""
+"""How long num_running may take to change, because an engine may update it only occasionally."""
 _MAX_SLOTS = 256
 _LIMIT_S = 20.0
 _WHOLE_S = 60.0

@@ -16,16 +16,16 @@ from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
 LEVEL = "control"
 
 WATCHED_S = 0.8
-"""Seconds for which a pause is watched for tokens."""
+"""For how many seconds a pause is watched for tokens."""
 _NUM_TOKENS_OF_A_DRAIN = 600
-"""Tokens per request: enough to outlast the time in which answers may still be in transit."""
+"""Number of tokens per request: enough to outlast the time during which answers may still be in transit."""
 _NUM_TOKENS = 150
-"""Tokens of each running request: enough for it to be still running when a pause follows at once."""
+"""Number of tokens of each running request: enough for it to still be running when a pause follows at once."""
 _SHORT_DRAIN_S = 0.03
 _MOST_SLOTS = 64
-"""Number of slots that a check fills so that further requests wait."""
+"""Maximum number of slots that a check fills to make further requests wait."""
 _ADMITTED_S = 0.1
-"""Time for sent requests to be queued."""
+"""How long sent requests may take to be queued."""
 _PAUSE = "whether the pause is acknowledged only after the engine has finished the step in flight and stopped"
 _PAUSED = "what pausing and resuming do to running requests: they must be neither answered, nor lost, nor restarted"
 _DRAIN = "whether new requests stay in the queue while a drain continues, and what enforces its deadline"
@@ -100,7 +100,7 @@ async def _start_streams(subject: EndpointSubject, num: int) -> tuple[list[int],
 
 @check("E-32", "updates", deadline_s=60, look_at=_PAUSED)
 async def paused_requests_finish(subject: EndpointSubject) -> None:
-    """Paused requests finish under their own id with all their tokens, after an abort and after a commit."""
+    """Both after an abort and after a commit, paused requests finish under their own ids with all of their tokens."""
     policies = subject.pausing_policies()
     await subject.publisher.form_group()
     for policy in policies:
@@ -132,7 +132,7 @@ async def _end(subject: EndpointSubject, update: WeightUpdate, weights: Referenc
 
 @check("E-33", "updates", deadline_s=40, look_at=_PAUSED)
 async def newcomers_wait(subject: EndpointSubject) -> None:
-    """Requests that arrive during a pause wait, and are served by the weights that are in service when it ends."""
+    """Requests that arrive during a pause wait, and are then served by the weights that are in service when it ends."""
     other = subject.reference.with_final_norm(-1.0, "B")
     for weights, ending in ((subject.reference.weights, "an abort"), (other, "a commit")):
         update = await subject.publisher.request(other)
@@ -188,8 +188,8 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
 @check("E-36", "updates abort", deadline_s=40)
 @look_at("whether aborted requests are answered with their tokens, before the pause is acknowledged")
 async def abort_ends_requests(subject: EndpointSubject) -> None:
-    """Under abort, running requests end with the tokens they have and finish reason abort; those that wait end without
-    a token, or are served by the weights that are in service when the pause ends."""
+    """Under abort, running requests end with the tokens that they have and finish reason abort; waiting requests end
+    without a token, or are served by the weights that are in service when the pause ends."""
     await subject.publisher.form_group()
     num_slots = subject.capabilities.max_concurrent_sequences
     others = await subject.start_running(num_slots) if num_slots <= _MOST_SLOTS else await subject.start_running(4)

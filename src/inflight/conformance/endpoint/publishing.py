@@ -143,7 +143,7 @@ class SteppedPublisher:
         shardings: Sequence[Sharding] | None = None,
         **fields: Any,
     ) -> WeightUpdate:
-        """Return the message that announces ``weights``, with ``specs`` instead of the true ones if given.
+        """Return the message that announces ``weights``, with ``specs`` in place of the true ones if they are given.
 
         The deadline and the lease are as long as a slow endpoint needs, unless they are given. ``frozen`` names the
         tensors that are left out, and ``lora`` indicates that ``weights`` are those of a LoRA. ``shardings`` divides

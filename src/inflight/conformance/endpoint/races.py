@@ -96,7 +96,7 @@ async def one_publisher_wins(subject: EndpointSubject) -> None:
 
 @check("U-55", "updates", deadline_s=40, look_at=_ORDER)
 async def commit_races_with_abort(subject: EndpointSubject) -> None:
-    """Of a concurrent commit and abort, one wins, and both answers agree with what is served."""
+    """If a commit and an abort are concurrent, one wins, and both answers agree with what is then served."""
     publisher, served = subject.publisher, subject.reference.weights
     other = subject.reference.with_final_norm(-1.0, "B")
     second = await subject.another_connection()

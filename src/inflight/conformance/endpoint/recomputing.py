@@ -16,13 +16,13 @@ from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 LEVEL = "caches"
 _MANY = 32
 _NUM_TOKENS = 160
-"""Number of tokens of each of many running requests: enough for each to be still running when the update arrives."""
+"""Number of tokens of each of many running requests: enough for each to still be running when the update arrives."""
 _PREFILLED, _PREFILLED_LENGTH, _TOKENS_BEHIND = 8, 1500, 6
 """Requests whose prompts take an engine many steps: their number, the length of their prompts, and their max_tokens."""
 _PREFILLED_S = 4.0
 """Seconds that the prompts of these requests may take in total; slow endpoints receive shorter prompts."""
 _SHARES = (0.15, 0.35, 0.55, 0.75)
-"""When the updates arrive, as shares of the time that those requests take undisturbed."""
+"""When the updates arrive, as fractions of the time that those requests take without an update."""
 _NUMBERS, _NUM_DRAWS, _TRIES = 4, 400, 6
 _FALSE_ALARM = 1e-6
 
@@ -97,7 +97,7 @@ def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]
 def _after_the_update(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, version: int, weights: ReferenceWeights
 ) -> tuple[int, float]:
-    """Return the number of tokens of ``version``, and how much their logprobs differ from a fresh start."""
+    """Return the number of tokens of ``version``, and the largest difference of their logprobs from a fresh start's."""
     start = next((span.start for span in completion.version_spans if span.version == version), None)
     if start is None:
         return 0, 0.0

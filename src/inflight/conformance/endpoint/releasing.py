@@ -19,7 +19,7 @@ LEVEL = "memory"
 _SEEN_LENGTH = 64
 """Length of a prompt that is sent again. Engines cache whole pages of 16 tokens or more."""
 _MOVE_S = 60.0
-"""Time to move weights to the host, or back."""
+"""Time limit for moving weights to the host, or back."""
 
 
 @check("E-64")
@@ -112,7 +112,7 @@ async def _release_with_a_lora(subject: EndpointSubject, base: ReferenceWeights)
 
 @contextlib.asynccontextmanager
 async def _restored(endpoint: ReleasingEndpoint) -> AsyncIterator[None]:
-    """Restore the endpoint's memory on exit, however the body ends."""
+    """Restore the endpoint's memory on exit, even after an error."""
     try:
         yield
     finally:

@@ -16,11 +16,11 @@ from inflight.wire import Completion
 
 _LARGEST_FINE_TOLERANCE = 0.01
 _LEAST_COMMON = 1 / 3
-"""Required share of tokens before the first difference; for unrelated draws it is near 0."""
+"""Required share of tokens before the first difference; for unrelated draws, this share is near 0."""
 
 
 def least_common(subject: EndpointSubject) -> float:
-    """Return the share of repeated tokens that must be the same: all of them unless the precision is low."""
+    """Return the share of tokens that must be the same in both answers: all of them unless the precision is low."""
     return 1.0 if subject.tolerance <= _LARGEST_FINE_TOLERANCE else _LEAST_COMMON
 
 

@@ -1,4 +1,4 @@
-"""Level tokens: the experts that computed the tokens, on an endpoint that serves a mixture of experts.
+"""Level tokens: whether an endpoint that serves a mixture of experts reports the experts that computed the tokens.
 
 Shape suffixes: T tokens, L layers, K experts of a token in a layer.
 """
@@ -24,7 +24,7 @@ LEVEL = "tokens"
 _CHOSEN = 2
 """Number of experts per token in each layer of the kit's mixture of experts."""
 _LENGTHS = ((3, 24), (17, 9), (40, 15))
-"""Numbers of tokens of prompts and of their completions."""
+"""Pairs of the number of tokens of a prompt and that of its completion."""
 _WRONG = {"float32": 0.002, "float64": 0.002}
 """Maximum share of tokens, over all layers, whose experts may differ because sums are rounded in a different order."""
 
@@ -104,7 +104,7 @@ def _numbers(record: RoutedExperts) -> npt.NDArray[np.generic]:
 
 @torch.no_grad()
 def _chosen(path: Path, dtype: str, token_ids: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Return [T, L, K] from the router logits that transformers returns."""
+    """Return the experts [T, L, K] that the routers choose in transformers."""
     model = load_causal_lm(path, attention="sdpa", dtype=dtype)
     logits = model(torch.tensor([list(token_ids)]), use_cache=False, output_router_logits=True).router_logits
     return np.stack([logits_TE.topk(_CHOSEN, dim=-1).indices.numpy() for logits_TE in logits], axis=1)

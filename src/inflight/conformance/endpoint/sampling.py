@@ -24,7 +24,7 @@ DRAW_TEMPERATURE = 0.7
 _NUM_DRAWS = 1024
 _DRAWS_PER_REQUEST = 64
 _VARIED = 2.0
-"""A temperature that no engine refuses and at which even a confident model hardly ever samples 16 equal tokens
+"""A temperature that no engine refuses and at which even a confident model hardly ever samples the same 16 tokens
 twice."""
 _LARGE_VOCABULARY = 10_000
 """Vocabulary size from which a draw's intervals are so narrow that rounding in 16 bits changes most draws."""
@@ -33,15 +33,15 @@ _FEWEST_DRAWS, _DRAW_S = 256, 20.0
 _LEAST_EXPECTED = 5.0
 """Tokens with at least this many expected draws have their own bin in the chi-square test; the others share one."""
 _LEAST_P = 1e-6
-"""Probability with which a correct sampler fails."""
+"""Probability with which a correct sampler fails the test."""
 _FILTERS = "order of the filters, whether the kept set is renormalised, and which tensor the logprob is read from"
 
 
 @check("E-12", "model", deadline_s=60)
 @look_at("whether the logprob is read before or after the logits are divided by the temperature")
 async def temperature(subject: EndpointSubject) -> None:
-    """Tokens are sampled at the requested temperature, from 0.05 to 5, and logprobs are of the reported
-    logprob_kind. A temperature above 2 may be refused."""
+    """Tokens are sampled at the requested temperature, from 0.05 to 5, and logprobs are of the kind that logprob_kind
+    reports. A temperature above 2 may be refused."""
     await _require_sampled(subject, {"temperature": 0.7}, {"temperature": 1.5})
     await _require_sampled(subject, {"temperature": 0.05}, {"temperature": 2.0}, num_prompts=2)
     try:
@@ -62,8 +62,8 @@ async def top_p(subject: EndpointSubject) -> None:
 
 @check("E-14", "model", deadline_s=60, look_at=_FILTERS)
 async def top_k_and_min_p(subject: EndpointSubject) -> None:
-    """Under top-k and min-p, no token outside the kept set is sampled, and filters apply in the order temperature,
-    top-k, top-p, min-p, or their combination is refused with UnsupportedError."""
+    """Under top-k and min-p, no token outside the kept set is sampled, and filters are applied in the order
+    temperature, top-k, top-p, min-p; alternatively, their combination is refused with UnsupportedError."""
     together = {"temperature": 1.4, "top_k": 8, "top_p": 0.7, "min_p": 0.15}
     await _require_sampled(subject, {"top_k": 5}, {"min_p": 0.3})
     await _require_sampled(subject, {"top_k": 1}, {"min_p": 0.95}, num_prompts=1)
@@ -146,7 +146,8 @@ async def seeds(subject: EndpointSubject) -> None:
 
 @check("E-18", "seeds", deadline_s=60, look_at="how the seed of completion i is derived from the request's")
 async def several_completions(subject: EndpointSubject) -> None:
-    """A request for n completions gets n draws, and with a seed, completion i depends only on the seed and i."""
+    """A request for n completions gets n independent draws; if it has a seed, completion i depends only on the seed and
+    i."""
 
     async def drawn(n: int, seed: int | None) -> tuple[Completion, ...]:
         request = subject.request(n=n, seed=seed, max_tokens=16, temperature=_VARIED)
@@ -201,7 +202,8 @@ async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any
 def _differences(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, name: str
 ) -> dict[str, float]:
-    """Return by how much logprobs miss the tolerance if they are of each kind; fail if a dropped token was sampled."""
+    """Return, for each kind of logprob, the excess over the tolerance; fail the check if a dropped token was
+    sampled."""
     tokens = completion.token_ids
     logits_TV = subject.reference.logits(subject.reference.weights, request.prompt_token_ids, tokens)
     least_TV, most_TV = logprob_bounds(logits_TV, request.sampling, subject.tolerance)

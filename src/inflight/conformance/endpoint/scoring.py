@@ -23,7 +23,8 @@ from inflight.wire import EndpointState, ScoreRequest, ScoreResponse
 
 LEVEL = "tokens"
 _NUM_TOKENS, _SEEN = 24, 48
-"""Lengths of scored sequences. The sequences that were seen before fill pages of 16 tokens."""
+"""Lengths of scored sequences. The second one is that of sequences that were seen before, and fills pages of 16
+tokens."""
 _TOP_K, _NUM_CANDIDATES = 5, 3
 _NUM_UPDATES, _NUM_SCORERS = 4, 3
 
@@ -112,7 +113,7 @@ async def scores_during_updates(subject: EndpointSubject) -> None:
 @look_at("where score requests are validated: before they reach the engine")
 async def refused_scores(subject: EndpointSubject) -> None:
     """A score request that does not fit is refused with InvalidRequestError, and one that asks for more than is
-    supported with UnsupportedError; neither disturbs anything."""
+    supported is refused with UnsupportedError; neither disturbs anything."""
     can = subject.capabilities
     longest = can.max_model_len
     for token_ids, what in (
@@ -244,7 +245,8 @@ def _gap(
 ) -> float:
     """Return the largest difference of scored tokens, likeliest tokens and candidates from the reference.
 
-    In 16 bits, this leaves out alternatives, and unlikely tokens whose logprobs rounding alone changes too much.
+    In 16 bits, alternatives are left out, and so are unlikely tokens whose logprobs are changed too much by rounding
+    alone.
     """
     part = slice(start, end)
     scored_N = chosen(logprobs_NV, request.token_ids[request.start :])[part]

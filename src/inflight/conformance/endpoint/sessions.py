@@ -81,7 +81,7 @@ async def late_calls(subject: EndpointSubject) -> None:
 
 
 def _calls(subject: EndpointSubject, update: WeightUpdate) -> list[tuple[Callable[[], Awaitable[object]], str]]:
-    """Return the calls of a session, the abort last."""
+    """Return the calls of a session, with the abort last."""
     endpoint, last = subject.endpoint, len(update.buckets) - 1
     return [
         (lambda: endpoint.request_weight_update(update), "request_weight_update"),
@@ -94,7 +94,7 @@ def _calls(subject: EndpointSubject, update: WeightUpdate) -> list[tuple[Callabl
 @check("E-49", "updates", deadline_s=40)
 @look_at("whether the incarnation is checked before the open update is touched")
 async def replaced_trainer(subject: EndpointSubject) -> None:
-    """Once a later incarnation of a run has called, init_process_group and request_weight_update of an earlier one
+    """Once a later incarnation of a run has made a call, init_process_group and request_weight_update by an earlier one
     raise FencedError, and the later one's group and update continue."""
     first, endpoint = subject.publisher, subject.endpoint
     other, third = subject.reference.with_final_norm(-1.0, "B"), subject.reference.with_final_norm(0.5, "C")
@@ -134,6 +134,6 @@ async def _again(call: Awaitable[T], what: str) -> T:
 
 
 def _require_same(first: WeightVersion, again: WeightVersion, what: str) -> None:
-    """Require that two answers report the same weights as served."""
+    """Require that two answers report that the same weights are served."""
     served = [(a.state, UpdateRef(run_id=a.run_id or "none", version=a.version), a.session_id) for a in (first, again)]
     require(served[0] == served[1], f"{what} returned {served[1]}, the previous call {served[0]}")

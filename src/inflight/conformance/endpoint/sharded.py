@@ -184,7 +184,7 @@ async def damaged_part(subject: EndpointSubject) -> None:
 @look_at("whether the checksum of a part begins with where the endpoint itself puts it")
 async def misplaced_part(subject: EndpointSubject) -> None:
     """A part whose sender assigns it to places other than those announced raises TransferError, even if its shape and
-    its bytes are right, and the old weights stay in service."""
+    its bytes are correct, and the old weights stay in service."""
     other = subject.reference.perturbed("B")
     halves, swapped = (halve_tensors(specs_of(other), swapped=swapped) for swapped in (False, True))
     publisher = subject.another_publisher(num_senders=2)

@@ -1,4 +1,4 @@
-"""Level control: staged updates, during which sampling continues until the commit pauses it."""
+"""Level control: staged updates, during which sampling continues until the commit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from inflight.wire import Completion, EndpointState, GenerateRequest, InFlightPo
 
 LEVEL = "control"
 _NUM_TOKENS = 300
-"""Initial number of tokens of each running request, which must still be running when the commit arrives."""
+"""Initial number of tokens of each running request: the request must still be running when the commit arrives."""
 _NUM_TOKENS_UNDISTURBED = 100
 _LEASE_S = 1.2
 _UNIFORM_TOLERANCE = 1e-3
-"""Tolerance of a logprob where all logits are zero, which every dtype represents: only the softmax rounds."""
+"""Tolerance of a logprob if all logits are zero. Every dtype represents zero exactly, so only the softmax rounds."""
 
 
 @check("E-45", "updates spans staging", deadline_s=60)
 @look_at("whether buckets are received separately from the model and off the sampling thread, and what calls the pause")
 async def sampling_continues(subject: EndpointSubject) -> None:
     """While a staged update arrives, the state is staging and sampling continues from the old weights; only the commit
-    pauses, and spans record where the weights changed."""
+    pauses sampling, and spans record where the weights changed."""
     policy = subject.pausing_policies()[0]
     for num_tokens in subject.lengths(_NUM_TOKENS):
         if num_both := await _stage_and_commit(subject, policy, num_tokens):

@@ -1,4 +1,4 @@
-"""Level stores: updates over transports that store what is sent."""
+"""Level stores: updates over transports that store the buckets."""
 
 from __future__ import annotations
 

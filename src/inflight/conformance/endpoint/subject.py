@@ -48,9 +48,8 @@ Running = list[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]
 ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
 STORES: tuple[TransportName, ...] = ("shm", "file", "http", "ipc")
 TOLERANCES = {"float64": 5e-4, "float32": 5e-4, "float16": 0.05, "bfloat16": 0.25}
-"""Largest difference between logprobs that count as equal, by the dtype that an engine computes in. The reference
-computes in float32. Logits of about 10 have a resolution of 1e-6, 0.01 and 0.06 in the last three dtypes, and pass
-through two layers of rounding."""
+"""Largest difference between logprobs that count as equal, by the engine's dtype; the reference uses float32. Logits of
+about 10 have a resolution of 1e-6, 0.01 and 0.06 in the last three dtypes, and are rounded in two layers."""
 ROUNDINGS = 2.0
 """Tolerance in 16 bits, as a multiple of the largest rounding error that transformers itself shows over a prompt."""
 
@@ -66,7 +65,7 @@ class EndpointSubject:
     pace: Pace
     """How fast the endpoint was when it was opened."""
     rounding: float = 0.0
-    """Tolerance that the model requires in the endpoint's dtype: deep models round more often than the kit's own."""
+    """Tolerance that the model needs in the endpoint's dtype: deep models round more often than the kit's own."""
     can_fail: FailingEngine | None
     """The engine whose apply can be made to fail, if the kit could install one."""
 
@@ -156,7 +155,7 @@ class EndpointSubject:
 
     @property
     def reference(self) -> ReferenceCheckpoint:
-        """The served checkpoint. Only for checks that need ``model``."""
+        """The served checkpoint, for checks that need ``model``."""
         assert self.known_reference is not None
         return self.known_reference
 
@@ -184,7 +183,7 @@ class EndpointSubject:
         return await self._per_check.enter_async_context(context)
 
     def begin(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Start a call, which is cancelled if it still runs when the current check ends."""
+        """Start a call, which is cancelled if it is still running when the current check ends."""
         task = start(call)
         self._tasks.append(task)
         return task
@@ -201,7 +200,8 @@ class EndpointSubject:
         transport: TransportName | None = None,
         num_senders: int = 1,
     ) -> SteppedPublisher:
-        """Return another trainer side for this check, of a new run or of ``run_id``. Versions continue this run's."""
+        """Return another trainer side for this check, of a new run or of ``run_id``. Its versions continue those of
+        `publisher`."""
         directory = self.directory / "updates" if transport == "file" else None
         other = SteppedPublisher(
             *(self.endpoint, self.capabilities, self.publisher.version),
@@ -216,7 +216,7 @@ class EndpointSubject:
         return self.endpoint if self.opened.url is None else await self.another_client()
 
     async def another_client(self) -> InferenceEndpoint:
-        """Return a further client of the server, made like the first one, until the current check ends.
+        """Return another client of the server, created like the first one, that lasts until the current check ends.
 
         Without a server, the first client is the only one, and is returned.
         """
@@ -238,7 +238,8 @@ class EndpointSubject:
         return self.context_len - len(self.prompt() if prompt is None else prompt)
 
     def lengths(self, num_tokens: int) -> list[int]:
-        """Return lengths to try in turn, from ``num_tokens`` up, where an engine may be too fast for the first."""
+        """Return lengths to try in turn, beginning with ``num_tokens``, because an engine may be too fast for the
+        first."""
         longest = self.remaining_tokens()
         return [*(length for length in (num_tokens, 4 * num_tokens) if length < longest), longest]
 
@@ -269,7 +270,7 @@ class EndpointSubject:
         return {"seed": seed} if self.capabilities.seeds else {"temperature": 0.0}
 
     def pausing_policies(self) -> list[InFlightPolicy]:
-        """Return the supported policies under which requests survive an update; skip the check if there are none."""
+        """Return the supported policies under which requests survive an update; skip the check if there is none."""
         policies = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
         if supported := [policy for policy in policies if policy in self.capabilities.in_flight_policies]:
             return supported
@@ -287,7 +288,7 @@ class EndpointSubject:
         return (await self.ask(prompt, **sampling))[1]
 
     async def seconds_to_fill_the_context(self) -> float:
-        """Return how long a request to the end of the context takes, once an equal one has warmed the endpoint up."""
+        """Return how long a request takes that fills the context, after an equal one has warmed the endpoint up."""
         await self.generate(max_tokens=self.remaining_tokens())
         started = time.monotonic()
         await self.generate(max_tokens=self.remaining_tokens())
@@ -329,7 +330,7 @@ class EndpointSubject:
             await asyncio.gather(*tasks)
 
     async def _are_running(self, tasks: Sequence[asyncio.Task[GenerateResponse]], deadline: float) -> bool:
-        """Return True once all are being decoded, or False if one had already ended."""
+        """Return True once all are being decoded, or False if one has already ended."""
         num = len(tasks)
         while (await self.endpoint.weight_version()).num_running < num:
             if ended := [task for task in tasks if task.done()]:
@@ -378,7 +379,7 @@ class EndpointSubject:
         return self.difference(found_T[kept_T].tolist(), exact_T[start:][kept_T])
 
     def moved_by_rounding(self, errors_T: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        """Return bool [T]: whether rounding alone changes the logprob of each token so much that it proves nothing.
+        """Return bool [T]: whether rounding alone changes a token's logprob so much that the logprob proves nothing.
 
         ``errors_T`` are the errors of the reference's own logprobs in 16 bits; ``scale`` multiplies the tolerance. Deep
         models amplify rounding after tokens that they consider unlikely: logprobs of SmolLM2 in bfloat16 differed by 18

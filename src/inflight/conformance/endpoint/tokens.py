@@ -25,7 +25,7 @@ _MAX_SLOTS = 256
 _LONG, _SHORT = 512, 4
 """Number of tokens of the requests that fill the endpoint, and of the additional request."""
 _ADMITTED_S = 0.2
-"""Time for sent requests to be admitted."""
+"""How long sent requests may take to be admitted."""
 _TIMES_SLOWER = 5.0
 _FIRST_S = 20.0
 """Time limit for the first attempt: an engine may compile while it is filled."""
@@ -163,8 +163,8 @@ async def _read(subject: EndpointSubject, request: GenerateRequest) -> None:
     "its end releases"
 )
 async def slots_are_released(subject: EndpointSubject) -> None:
-    """As many sequences run at a time as are reported, even after the callers of more requests than that have
-    disconnected: a request whose caller disconnects releases its slot."""
+    """A request whose caller disconnects releases its slot: even after more callers than there are slots have
+    disconnected, as many sequences run at a time as the endpoint reports."""
     num_slots = subject.capabilities.max_concurrent_sequences
     if num_slots > _MAX_SLOTS:
         skip(f"{num_slots} sequences run at a time, and the kit fills at most {_MAX_SLOTS} slots")
@@ -203,7 +203,7 @@ async def fill_slots(subject: EndpointSubject, when: str, limit_s: float) -> flo
 
 
 async def _leave(subject: EndpointSubject, num: int, is_streamed: bool) -> int:
-    """Start requests to the end of the context, some of which wait, and cancel them; return their number."""
+    """Start requests that fill the context, some of which have to wait; cancel them and return their number."""
     requests = [
         subject.request(subject.prompt(seed=i), max_tokens=subject.remaining_tokens(), seed=i, stream=is_streamed)
         for i in range(num)

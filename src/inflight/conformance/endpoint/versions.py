@@ -1,8 +1,8 @@
-"""Level versions: whether each token's reported version is that of the weights it was sampled from.
+"""Level versions: whether each token's reported version is that of the weights from which it was sampled.
 
 The two colours are the weights A and B, which differ only in the sign of the final norm. A token that is likely under
-one is therefore unlikely under the other, and shows which weights it was sampled from. Keys and values do not depend on
-that norm, so one forward pass of the reference gives every token's logprob under any in-flight policy.
+one is therefore unlikely under the other, and thus shows from which weights it was sampled. Keys and values do not
+depend on that norm, so one forward pass of the reference gives every token's logprob under any in-flight policy.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ _NUM_TOKENS = 600
 _DECISIVE = 5.0
 """A token's colour is certain if its logprobs under A and B differ by at least this many nats."""
 _IMPOSSIBLE = 1e-9
-"""Total probability below which no token is sampled by chance: a check samples some ten thousand tokens. Where logits
-are small, tokens of the other colour are occasionally sampled.
-"""
+"""Total probability below which no token is sampled by chance: a check samples about ten thousand tokens. Where logits
+are small, tokens of the other colour are occasionally sampled."""
 _LOOK_AT = "when the version of a token is recorded: in the step that sampled it with the weights, not at admission"
 
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 SLOWNESS: ContextVar[float] = ContextVar("SLOWNESS", default=1.0)
 """Factor for every limit in this module (see `inflight.conformance.endpoint.pace`)."""
 SLACK_S = 4.0
-"""How much later than its own deadline a call or a lease may end, since machines may be slow and answers take time to
+"""How much later than its own deadline a call or a lease may end, since machines may be slow and errors take time to
 arrive."""
 GRACE_S = 0.3
 """Time for answers that left the endpoint before a call returned and are still in transit."""
@@ -53,7 +53,7 @@ async def until(
 
 
 def task_stacks() -> str:
-    """Return where every task of the running loop waits."""
+    """Return where every task of the running loop is waiting."""
     parts = []
     for task in asyncio.all_tasks():
         frames = task.get_stack(limit=12)

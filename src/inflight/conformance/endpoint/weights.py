@@ -156,7 +156,8 @@ async def large_logits(subject: EndpointSubject) -> None:
 
 
 def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
-    """Return weights with larger attention scores: larger queries, scaled after their norm if they have one."""
+    """Return weights that give larger attention scores, because queries are larger: their norm is scaled if there is
+    one."""
     tensors = reference.weights.tensors
     ends = (".q_norm.weight",) if any(".q_norm." in name for name in tensors) else (".q_proj.weight", ".q_proj.bias")
     larger = {name: tensor * 16 if name.endswith(ends) else tensor for name, tensor in tensors.items()}
@@ -166,7 +167,7 @@ def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
 @check("U-09", "updates", deadline_s=60)
 @look_at("whether the head keeps a copy of its own, packed or quantised, that the update does not reach")
 async def tied_head(subject: EndpointSubject) -> None:
-    """Where the head is tied to the embedding, an update of the embedding changes both."""
+    """If the head is tied to the embedding, an update of the embedding changes both."""
     if subject.reference.is_tied:
         reference, endpoint, publisher = subject.reference, subject.endpoint, subject.publisher
     else:
@@ -229,8 +230,8 @@ async def restart_from_disk(subject: EndpointSubject) -> None:
 @check("U-13", "updates", deadline_s=90)
 @look_at("what a session leaves behind: staged tensors, timers, groups, half-renewed leases")
 async def soak(subject: EndpointSubject) -> None:
-    """Two hundred updates follow each other under load, or as many as fit into half a minute, but at least 20;
-    every update changes what is sampled next."""
+    """Two hundred updates follow each other under load, or as many as fit into half a minute but at least 20, and every
+    update changes what is sampled next."""
     reference, prompt = subject.reference, subject.prompt()
     factors = (2.0, 0.5, -1.0, 1.0)
     cycle = [reference.with_final_norm(factor, f"A times {factor:g}") for factor in factors]

@@ -2,9 +2,9 @@
 
 A likelihood ratio reveals a sampler that applies its own default. For each of several defaults, the ratio is how many
 times likelier the sampled tokens are under the default than under the requested distribution. Under the requested
-distribution, each ratio has mean 1, whatever was drawn before, so one of K ratios exceeds K / `_FALSE_ALARM` with
-probability `_FALSE_ALARM` at most (Markov). The only approximation is the reference's rounding, for which the limit
-allows.
+distribution, each ratio has mean 1, whatever was drawn before, so the probability that any of K ratios exceeds K /
+`_FALSE_ALARM` is at most `_FALSE_ALARM` (Markov's inequality). The only approximation is the reference's rounding, for
+which the limit allows.
 
 Shape suffixes: T tokens, V vocabulary.
 """
@@ -125,7 +125,8 @@ def _filters(sorted_TV: torch.Tensor, mass_TV: torch.Tensor) -> Iterator[tuple[s
 def _shifts(
     logits_TV: torch.Tensor, prompt: Sequence[int], tokens: Sequence[int], temperature: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each penalty or temperature that a sampler may have by default, and [T, V]: its log-probabilities."""
+    """Yield each penalty or temperature that a sampler may have by default, and the log-probabilities [T, V] under
+    it."""
     written_TV = torch.zeros_like(logits_TV, dtype=torch.bool)
     for t, token in enumerate(tokens):
         written_TV[t + 1 :, token] = True
