@@ -1,4 +1,4 @@
-"""Experiments on a live pair of endpoint and trainer, using only the contract.
+"""Experiments on a live pair of endpoint and trainer, using only what the contract provides.
 
 Each experiment publishes known weights and compares logprobs, which separates the causes of a difference. Meanwhile,
 the endpoint serves test weights.
@@ -75,7 +75,7 @@ class Examination:
     """Tensors whose changes do not arrive (X5); empty if the search did not isolate any."""
     num_tensors: int = 0
     louder: Figures | None = None
-    """Differences with the first lost tensor as the only change, eight times as large as the checkpoint's."""
+    """Differences after an update whose only change is that the first lost tensor is multiplied by eight."""
     filters: FilterGap | None = None
     prefix: PrefixGap | None = None
     equal_experts: Figures | None = None
@@ -92,7 +92,7 @@ class Examination:
 
 
 async def examine(pair: Pair, report: Callable[[str], None]) -> Examination:
-    """Return the results of all experiments that earlier results call for.
+    """Return the results of the experiments, each of which is made only if earlier results call for it.
 
     Afterwards the endpoint serves test weights. Errors of the endpoint and the worker propagate. Before anything is
     published, the errors of `check_served` may be raised as well.

@@ -33,7 +33,7 @@ class Limits:
     """Limit of the mean absolute difference, in nats."""
     k3: float
     effective_sample_size: float
-    """A lower limit."""
+    """Lower limit of the effective sample size."""
     floor: float
     """The level below which a difference counts as rounding, regardless of the baseline."""
     huge: float
@@ -111,7 +111,7 @@ def level_of(difference_N: Floats) -> float:
 
 
 def levels_apart(seen: Observations, label_N: Integers, *, same_versions: bool = True) -> dict[int, float] | None:
-    """Return the level of each label that has enough tokens, or None if fewer than two labels have.
+    """Return the level of each label that has enough tokens, or None if fewer than two labels do.
 
     Tokens with negative labels are omitted. If ``same_versions`` is set, only the versions that all these labels have
     are compared. A level is then the mean of the label's levels in these versions, with the same weights for every

@@ -128,7 +128,7 @@ class StepRecords:
 def read_differences(directory: Path) -> TokenRecords | StepRecords:
     """Return the differences recorded in a run directory, or in a record outside one.
 
-    Raises `ConfigError` if the directory is not that of a run or a record, or if the record has no logprobs.
+    Raises `ConfigError` if the directory is not that of a run or a record, or if the record lacks logprobs.
     """
     for record in (directory / RECORD, directory):
         if (record / MANIFEST).is_file():
@@ -167,7 +167,7 @@ def _read_record(record: Path) -> TokenRecords:
 
 
 class _TokenReader:
-    """Collects the tokens of steps at lag 0."""
+    """Collects the tokens at lag 0 of all steps."""
 
     def __init__(self) -> None:
         self._columns: list[tuple[npt.NDArray[Any], ...]] = []

@@ -43,7 +43,7 @@ weights."""
 _ALL_FROM_ONE = 8
 """If at least this many completions all come from one endpoint, that is not a coincidence: 0.6 ** 8 is 2 %."""
 _NO_LEARNING = 1e-12
-"""A learning rate below which weights do not change; a run requires one above 0."""
+"""Weights do not change at learning rates below this. A run requires a rate above 0."""
 _MORE = "Lag 0 is rare while sampling and training overlap; with run.mode = 'conventional', every token has lag 0."
 
 EXPERIMENTS = {

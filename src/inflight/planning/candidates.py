@@ -21,7 +21,7 @@ from inflight.rollouts import HistoryStore, load_composer, load_scheduler, load_
 
 @dataclass(frozen=True)
 class Candidate:
-    """The settings that the planner chooses; fields have the names of ``run.toml``."""
+    """The settings that the planner chooses. Fields have the same names as in ``run.toml``."""
 
     num_endpoints: int
     max_concurrent: int

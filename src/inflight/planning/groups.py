@@ -48,7 +48,7 @@ class SimulatedCompletion:
 
 
 def continue_spans(partial: Any, server: SimulatedServer, job: Job, num_tokens: int) -> Spans:
-    """Return the spans of a completion and those that a server added; adjacent spans of one version are merged."""
+    """Return a completion's earlier spans and those that a server added; adjacent spans of one version are merged."""
     before: Spans = partial.spans if partial is not None else []
     added = server.spans_of(job, num_tokens, before[-1].end if before else 0)
     if before and added and before[-1].version == added[0].version:
@@ -73,7 +73,8 @@ def kept_tokens(rollout: Rollout, staleness: StalenessPolicy, version: int) -> S
 
 
 def num_kept_tokens(group: Group, staleness: StalenessPolicy, version: int) -> int:
-    """Return the same as `inflight.rollouts.staleness.num_trained_tokens`, in time that does not depend on lengths."""
+    """Return the result of `inflight.rollouts.staleness.num_trained_tokens`, in time that does not depend on
+    lengths."""
     total = 0
     for rollout in group.rollouts:
         kept = kept_tokens(rollout, staleness, version)

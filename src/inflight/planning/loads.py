@@ -16,7 +16,7 @@ State = tuple[int, bool]
 
 
 class EndpointActivity(NamedTuple):
-    """The load of an endpoint from a point in time on."""
+    """The load of an endpoint, beginning at some time."""
 
     since: float
     num: int
@@ -131,7 +131,7 @@ class Stretch:
     size: int
     """The number of completions of the request."""
     num_admitted: int
-    """Number of requests that began at the endpoint meanwhile, including this one."""
+    """Number of requests that began at the endpoint during the stretch, including this one."""
     is_last: bool
     """Whether this is the end of the request, which includes the time until the run receives the answer."""
 

@@ -38,7 +38,7 @@ class Steady:
     age: float
     lag: float
     busy_share: float
-    """The share of the endpoints' time in which they were busy."""
+    """The share of the time during which endpoints were busy."""
     slot_share: float
     """The share of all slots that were held."""
     train_share: float
@@ -65,7 +65,7 @@ class SimulationResult:
     """For each trained group, the step's version minus the lowest version that sampled the first token of a
     completion."""
     trained: list[int] = field(default_factory=list)
-    """Items in the order in which they were trained."""
+    """Indices of the items, in the order in which they were trained on."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Dropped groups by reason, as the ledger counts them."""
     ages: Counter[int] = field(default_factory=Counter)

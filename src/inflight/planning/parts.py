@@ -1,4 +1,4 @@
-"""Splitting the speed-up over conventional RL into factors.
+"""Splits the speed-up over conventional RL into factors.
 
 Each factor is the ratio of the speeds of two simulated runs that differ in one respect, in this order:
 

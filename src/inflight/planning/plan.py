@@ -122,7 +122,7 @@ class SearchSection(Section):
     """None means the value of the measured run."""
     group_size: NonEmpty[int] | None = None
     max_lag: NonEmpty[int] = (1, 2, 4, 8)
-    """Applies to pipeline mode."""
+    """Applies to pipeline mode only."""
     conventional_steps: NonEmpty[int] = (1, 4)
     max_concurrent: NonEmpty[int] | None = None
     scheduler: NonEmpty[str] = ("least_loaded",)

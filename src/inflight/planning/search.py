@@ -173,7 +173,7 @@ def num_completions(costs: Costs, candidate: Candidate, num_steps: int) -> float
 
 
 def pareto(found: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """Return the configurations that no other one exceeds in tokens per second without older tokens, fastest first."""
+    """Return the configurations that no other one beats in tokens per second with tokens no older, fastest first."""
     best: list[EvaluatedCandidate] = []
     for it in sorted(found, key=lambda it: (-it.steady.tokens_per_time, it.steady.lag)):
         if not best or it.steady.lag < best[-1].steady.lag:

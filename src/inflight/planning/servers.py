@@ -77,7 +77,8 @@ class SimulatedServer:
         self._times = [endpoint.token_time(i) / endpoint.tokens_per_forward for i in range(endpoint.capacity + 1)]
 
     def _token_time(self) -> tuple[float, float]:
-        """Return the time of the next token, and by how much each further token takes longer than the one before."""
+        """Return the time that the next token takes, and how much longer each further token takes than the one
+        before."""
         time = self._times[self.num_running] * self.slowdown
         if not self.endpoint.context_time or not self.num_running:
             return time, 0.0
@@ -168,7 +169,7 @@ class SimulatedServer:
         return self._versions[-1]
 
     def spans_of(self, job: Job, num_tokens: int, before: int = 0) -> list[Span]:
-        """Return the spans of the first ``num_tokens`` tokens of a completion, with positions counted from ``before``.
+        """Return the spans of the first ``num_tokens`` tokens of a completion, with positions that start at ``before``.
 
         Token k was sampled when the clock had moved k tokens from where the completion began.
         """

@@ -302,7 +302,7 @@ class SimulatedRun:
         return server
 
     def _end_returned(self) -> None:
-        """Report the aborted requests one by one."""
+        """Report the end of the aborted requests one by one."""
         returned, self.returned = self.returned, []
         for request, sampled in returned:
             self.dispatcher.request_ended(request.command, sampled, self.timeline.now)

@@ -89,7 +89,7 @@ class SimulatedTrainer:
     """Groups of the current batch, until its version is published."""
     busy_time: float = 0.0
     began: float = 0.0
-    """When the last step began."""
+    """The time at which the last step began."""
     publishes: bool = False
     stamp: int = 0
     """Incremented by every change that affects `end`."""
@@ -110,7 +110,7 @@ class SimulatedTrainer:
 
     @property
     def end(self) -> float:
-        """When the step ends if nothing changes before then."""
+        """The time at which the step ends if nothing changes before then."""
         return self._since + self._left * self._slowdown
 
     def begin(self, now: float, batch: Batch, slowdown: float) -> None:

@@ -22,7 +22,7 @@ lose about 10 and 4 of them, respectively."""
 
 @dataclass(frozen=True, slots=True)
 class LogprobDifference:
-    """Differences of the trainer logprobs of one step's targets, in nats."""
+    """Differences between the recorded and replayed trainer logprobs of one step's targets, in nats."""
 
     num_targets: int
     largest: float

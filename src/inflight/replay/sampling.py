@@ -36,7 +36,7 @@ class Resampled:
     recorded_logprob: float | None
     """Recorded logprob of the recorded token."""
     logprob: float | None
-    """Logprob of the token that was sampled now."""
+    """Logprob of the token that was sampled in the replay."""
     largest_difference: float
     """Largest logprob difference of the tokens before that index, in nats."""
     parts_by_logprob_at: int | None

@@ -103,7 +103,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _refuse_expansion(path: Path, values: Iterator[Any]) -> None:
-    """Raise `ConfigError` if arrays are larger than the file: a few bytes can represent a tensor of any shape."""
+    """Raise `ConfigError` if arrays are much larger than the file: a few bytes can represent a tensor of any shape."""
     parts = (part for it in values for part in (it.values() if isinstance(it, dict) else (it,)))
     arrays = (it for it in parts if isinstance(it, torch.Tensor | np.ndarray))
     size_bytes = sum(math.prod(it.shape) * it.itemsize for it in arrays)

@@ -36,7 +36,7 @@ _STOP_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class ReplayedIncarnation:
-    """The configuration of training up to ``until``, the version at which the run was resumed, or None for up to the
+    """The configuration of training up to ``until``, the version at which the run was resumed; None means to the
     end."""
 
     until: int | None
@@ -118,7 +118,7 @@ _KEPT = {"num_steps", "seed", "start_timeout_s", "step_timeout_s", "save_timeout
 def replay_incarnations(
     manifest: RecordManifest, directory: Path, *, base: Mapping[str, Any] | None = None, **changes: Any
 ) -> list[ReplayedIncarnation]:
-    """Return the recorded run's incarnations, each with the result of `replay_config`, or only one if ``base`` is
+    """Return the recorded run's incarnations, each configured by `replay_config`, or a single one if ``base`` is
     given."""
     earlier = () if base is not None else manifest.earlier
     incarnations = [

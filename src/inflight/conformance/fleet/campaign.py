@@ -68,7 +68,7 @@ def summary(
 def text_of(figures: dict[str, Any], again: str) -> str:
     """Return a readable summary: the failed schedules, and the counts.
 
-    ``again`` is the command to which the options are appended that run a failed schedule again.
+    ``again`` is the command that runs a campaign; the summary appends the options that repeat a failed schedule.
     """
     lines = []
     for row in figures["failed"]:

@@ -1,4 +1,4 @@
-"""Injects faults into calls: an endpoint behind a network that loses, repeats and reorders calls.
+"""Injects faults into calls: endpoints seem to be behind a network that loses, repeats and reorders calls.
 
 The endpoint implements the contract's Protocol, so the library cannot distinguish it from a real endpoint.
 """

@@ -118,7 +118,7 @@ async def served(servers: Sequence[TestedServer], published: PublishRecord, *, i
 
 
 async def _poisoned(server: TestedServer) -> list[str]:
-    """Return the problems of a server that reports torn weights."""
+    """Return what is wrong with a server that reports torn weights."""
     request = GenerateRequest(request_id="poisoned", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=1))
     try:
         await server.deliver(lambda endpoint: endpoint.generate(request))

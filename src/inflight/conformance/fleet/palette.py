@@ -3,9 +3,9 @@
 Each such set of weights is called a shade, and the shades of one model form a palette.
 
 All rows of the embedding are equal and the layers add almost nothing, so the final norm receives the same vector at
-every position. The norm keeps only the first element, so the logits are exactly the first column of the head. Every
-tensor differs between any two shades, so a mix of two shades matches neither. All values are exact in bfloat16, and in
-float8 with a power of two as scale, so no encoding or dtype changes them.
+every position. The norm keeps only the first element of that vector, so the logits are exactly the first column of the
+head. Every tensor differs between any two shades, so a mix of two shades matches neither. All values are exact in
+bfloat16, and in float8 with a power of two as scale, so no encoding or dtype changes them.
 
 Shape suffixes: V vocabulary.
 """
@@ -26,7 +26,7 @@ _TINY = 2.0**-66
 _SMALL = ("o_proj.weight", "down_proj.weight", "model.norm.weight")
 _LOGPROB_TOLERANCE = 2e-4  # float32, one log-softmax over 258 logits of a few units
 _NUM_MARKS = 64
-"""Number of different marks. Each shade of a schedule has its own, because a schedule has fewer shades."""
+"""Number of different marks. A schedule has fewer shades, so each of them has its own mark."""
 
 
 class Shade(NamedTuple):

@@ -19,7 +19,7 @@ SENDER = -1
 RANK = -2
 """Stands for the trainer's rank 1 where two ranks each send the tensors that they hold."""
 RANK_LOST_S = 3.0
-"""By how much some stops of rank 1 outlast a deadline. By then, rank 0 has given it up."""
+"""By how much some stops of rank 1 outlast a deadline. By then, rank 0 has given up on rank 1."""
 NUM_BUCKETS = 3
 """Faults of buckets are injected into one of the first buckets; every update has at least this many."""
 
@@ -94,7 +94,7 @@ class Kind(StrEnum):
 INSIDE = frozenset({Kind.TEAR})
 """Kinds of faults that reach into the engine."""
 OUTSIDE = frozenset({Kind.STOP, Kind.DISCONNECT})
-"""Kinds of faults that need a process and connections."""
+"""Kinds of faults that need a server process and its connections."""
 
 _LOST = (Kind.DELAY, Kind.LOSE_REQUEST, Kind.SILENCE, Kind.LOSE_ANSWER)
 _CONTROL = (*_LOST, Kind.REPEAT, Kind.REPEAT_LATE, Kind.REORDER, Kind.KILL, Kind.RESTART, *sorted(OUTSIDE))

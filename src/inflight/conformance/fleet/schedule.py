@@ -65,7 +65,7 @@ def run_schedule(
 
 
 def judged(seed: int, testbed: Testbed, transport: Transport | None = None, num_senders: int = 1) -> ScheduleResult:
-    """Return the result of a seed's schedule; a schedule that raises has failed.
+    """Return the result of a seed's schedule. A schedule that raises an error counts as failed.
 
     Raises `ConfigError` if the servers do not start.
     """

@@ -1,4 +1,4 @@
-"""The campaign's control of a trainer's rank 1: starts, kills, stops and ends the process, and observes its end."""
+"""Controls a trainer's rank 1 for the campaign: starts, kills, stops and ends the process, and observes its end."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class SecondRank:
             self._control.send_bytes(json.dumps(order).encode())
 
     def end_publish(self) -> None:
-        """Return once rank 1 has ended the publish that rank 0 has ended, or has exited."""
+        """Return once rank 1 has also ended the publish that rank 0 has ended, or has exited."""
         if not self._trainer_is_dead.is_set() and not self._has_ended.wait(self._end_s):
             self.problems.append(f"rank 1 did not end a publish within {self._end_s:g} s of rank 0")
 

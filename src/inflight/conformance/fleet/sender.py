@@ -77,7 +77,7 @@ class FaultySender(WeightSender):
             self._inner.end(is_done=is_done)
 
     def abort(self) -> None:
-        """Abort, except that a dead trainer removes nothing that it has stored."""
+        """Abort; a dead trainer, however, removes nothing that it has stored."""
         if self._inner.is_collective or not self._is_dead.is_set():
             self._inner.abort()
 

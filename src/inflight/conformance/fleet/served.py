@@ -38,7 +38,8 @@ _START_S = 300.0
 _CONTROL_S = 10.0
 _GENERATE_S = 60.0
 _BASE_SCALE = 2.0
-"""Factor for deadlines: these were chosen for servers in one process, and here several processes share the cores."""
+"""Factor for deadlines. These were chosen for servers in one process, whereas here several processes share the
+cores."""
 _NUM_PROBED = 8
 
 

@@ -71,7 +71,7 @@ class TestedServer(Protocol):
     async def deliver(self, call: Call[T]) -> T:
         """Return the result of a call that arrives now.
 
-        Raises `UnreachableError` if the server is down or goes down.
+        Raises `UnreachableError` if the server is down or goes down during the call.
         """
 
     @abstractmethod
@@ -120,7 +120,7 @@ class Testbed(Protocol):
 
     @abstractmethod
     def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:
-        """Return the palette of a seed's schedule. It knows all shades with which the servers begin."""
+        """Return the palette of a seed's schedule. It contains all shades with which the servers begin."""
 
     @abstractmethod
     def servers(self, palette: Palette, frozen: tuple[str, ...]) -> AbstractContextManager[Sequence[TestedServer]]:

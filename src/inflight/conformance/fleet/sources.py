@@ -49,8 +49,8 @@ class ShadeSource(PartialWeightSource):
 class ShardedShadeSource(ShadeSource, ShardedWeightSource):
     """One of two ranks. Of most tensors, each rank sends some rows; each other tensor is sent whole by one rank.
 
-    ``reach`` is called before each part and each message, with its kind and the bucket's index. If `is_sharded` is
-    False, the following publishes gather the weights on rank 0, which also has the whole tensors.
+    ``reach`` is called before each part and each message, with its kind and the bucket's index. While `is_sharded` is
+    False, publishes gather the weights on rank 0, which also has the whole tensors.
     """
 
     world_size = 2

@@ -14,7 +14,7 @@ from inflight.losses.metrics import metric_values, ratio_metrics
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Differences of trainer logprobs from behaviour logprobs over some tokens, in nats."""
+    """Statistics of the differences between trainer and behaviour logprobs of some tokens, in nats."""
 
     num_tokens: int
     k1: float

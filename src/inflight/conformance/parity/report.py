@@ -13,7 +13,7 @@ from inflight.conformance.verdicts import plain
 
 
 def row_of(engine: str, version: str, trainer: str, measured: PairMeasurements) -> dict[str, Any]:
-    """Return one pair in one dtype as JSON values."""
+    """Return the measurements of one pair in one dtype as JSON values."""
     found = [asdict(finding) for finding in findings_of(measured)]
     names = {"engine": engine, "engine_version": version, "trainer": trainer}
     row: dict[str, Any] = plain(asdict(measured))

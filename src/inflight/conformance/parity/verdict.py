@@ -20,7 +20,7 @@ class Finding:
 
 
 def findings_of(measured: PairMeasurements) -> list[Finding]:
-    """Return the findings, the most significant first; none if the two sides agree."""
+    """Return the findings, the most significant first; the list is empty if the two sides agree."""
     return [] if measured.agrees else [*_of_temperature(measured), *_of_parts(measured), *_of_the_rest(measured)]
 
 

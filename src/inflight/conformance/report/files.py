@@ -20,7 +20,7 @@ from inflight.errors import ConfigError
 
 
 def certificate_json(certificate: Certificate) -> str:
-    """Return the certificate as JSON, which `read_certificate` reads."""
+    """Return the certificate as JSON, which `read_certificate` can read."""
     return certificate.model_dump_json(indent=2) + "\n"
 
 

@@ -38,7 +38,7 @@ def open_console() -> Console:
 
 @contextlib.contextmanager
 def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Verdict], None]]:
-    """Yield a function that prints each verdict as it arrives.
+    """Yield a function that prints a verdict, to be called as each one arrives.
 
     On a terminal, the running check is also shown; elsewhere, a line reports it if it takes long.
     """

@@ -132,7 +132,8 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
 
 
 def _use_groups(t: TransportSubject, num_groups: int) -> None:
-    """Form groups, and end every other group by opening the next one rather than by calling `abort` on the sender."""
+    """Form groups one after another; every second one is ended by opening the next, the others by `abort` on the
+    sender."""
     for number in range(num_groups):
         (receiver,) = t.form()
         t.transfer([receiver], bucket_of(torch.zeros(10)))
@@ -149,7 +150,7 @@ def _files(t: TransportSubject) -> set[str]:
 
 @check("T-36", look_at="join of the receiver: connections that are refused and retried")
 def a_join_of_an_aborted_group_ends(t: TransportSubject) -> None:
-    """A receiver that joins an aborted group gets TransferError within its timeout."""
+    """The join of a receiver in an aborted group raises TransferError within its timeout."""
     (member,) = t.members([1], 1.0)
     t.sender.abort()
     joining = t.start(t.receiver(member).join, "the join of an aborted group")

@@ -27,14 +27,15 @@ _WORDS = {"join": ("join", "form", "reach", "connect", "rendezvous"), "receive":
 
 @check("T-18", look_at="join of the receiver: the timeout_s of its spec, in every step of it")
 def a_join_without_a_sender_ends(t: TransportSubject) -> None:
-    """A receiver whose sender does not join gets TransferError when its timeout expires, and not before."""
+    """If the sender does not join, a receiver's join raises TransferError when its timeout expires, and not before."""
     (member,) = t.members([1], _TIMEOUT_S)
     _require_timely_failure(t, t.receiver(member).join, "the receiver's join, alone,")
 
 
 @check("T-19", look_at="join of the sender: the timeout_s given to specs")
 def a_join_without_receivers_ends(t: TransportSubject) -> None:
-    """A sender that waits for a missing rank gets TransferError when its timeout expires, as do the other ranks."""
+    """If a rank is missing, the joins of the sender and of the other ranks raise TransferError when their timeout
+    expires."""
     member, _ = t.members([1, 1], _TIMEOUT_S)
     other = t.start(t.receiver(member).join, "the join of the receiver that joined")
     _require_timely_failure(t, t.sender.join, "the sender's join with a rank missing")
@@ -180,7 +181,7 @@ def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
 
 @check("T-26", "peer", deadline_s=40, look_at="specs of the sender: what remains of the old group")
 def the_survivors_form_a_new_group(t: TransportSubject) -> None:
-    """After a receiver has died, the same sender forms a new group with the survivors and bytes arrive."""
+    """After a receiver has died, the same sender forms a new group with the survivors, and bytes arrive there."""
     peer, (survivor,) = t.form_with_peer(others=1)
     peer.kill()
     bucket = bucket_of(torch.randn(1000))
@@ -223,7 +224,7 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
 
 @check("T-28", look_at="where lower errors are translated")
 def errors_name_the_operation(t: TransportSubject) -> None:
-    """The message of a TransferError names the operation, and for a send also the bucket."""
+    """The message of a TransferError names the operation and, if that is a send, the bucket."""
     (member,) = t.members([1], 0.3)
     joining = failure_of(t.start(t.receiver(member).join, "the join"), 0.3 + SLACK_S)
     (receiver,) = t.form()

@@ -1,4 +1,4 @@
-"""Checks of opening and forming the group over which weights travel."""
+"""Checks of opening and forming the group over which weights are sent."""
 
 from __future__ import annotations
 

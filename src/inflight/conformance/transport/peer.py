@@ -1,8 +1,8 @@
-"""One end of a transport in its own process that checks can kill or stop: ``python -m`` with a `PeerSetup` on stdin.
+"""One end of a transport in its own process, which checks can kill or stop: ``python -m`` with a `PeerSetup` on stdin.
 
 The process writes the line ``ready`` once it has imported what it needs, reads its setup, joins, writes the line
-``joined``, sends a bucket if its setup has one, and waits. A sender first writes the spec for its receiver. The process
-ends with its parent.
+``joined``, sends a bucket if its setup has one, and waits. Before it joins, a sender writes the spec for its receiver.
+The process ends with its parent.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def _address(digits: str) -> str:
-    """Return the address from /proc's notation: words of four bytes in the machine's byte order."""
+    """Convert an address from the notation of /proc, which is words of four bytes in the machine's byte order."""
     words = bytes.fromhex(digits)
     if sys.byteorder == "little":
         words = b"".join(words[i : i + 4][::-1] for i in range(0, len(words), 4))

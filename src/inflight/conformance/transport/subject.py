@@ -27,7 +27,7 @@ FORM_S = 8.0
 
 
 class TransportSubject:
-    """One transport; satisfies `inflight.conformance.judge.Subject`. Raises `ConfigError`."""
+    """Implements `inflight.conformance.judge.Subject` for one transport. Raises `ConfigError`."""
 
     def __init__(self, target: TransportTarget, directory: Path) -> None:
         self._target = target
@@ -112,7 +112,7 @@ class TransportSubject:
         return receiver
 
     def members(self, num_ranks: Sequence[int], timeout_s: float = FORM_S) -> list[GroupMember]:
-        """Open a group in which endpoint i has ``num_ranks[i]`` ranks; return the member of each rank."""
+        """Open a group in which endpoint i has ``num_ranks[i]`` ranks; return the `GroupMember` of each rank."""
         opened = self.sender.specs(RUN_ID, num_ranks, timeout_s)
         ranks = [(spec, rank) for spec, count in zip(opened, num_ranks, strict=True) for rank in range(count)]
         return [GroupMember(spec, rank, group_rank) for group_rank, (spec, rank) in enumerate(ranks, 1)]

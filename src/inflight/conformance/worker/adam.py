@@ -1,6 +1,6 @@
 """Checks of the numbers of a step: clipping, AdamW, and the learning rate of the schedule, against float64.
 
-Each step is compared on its own: its gradient is computed at the weights that the worker itself had reached.
+Each step is compared separately: its gradient is computed at the weights that the worker itself had reached.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ their rounding errors."""
 _BETAS = tuple(itertools.product((0.9, 0.95), (0.999, 0.95, 0.99, 0.98)))
 """The usual values; a worker may have its own."""
 _EPSILON = 1e-8
-"""Too small to affect the elements that count."""
+"""This is too small to affect the elements that count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +86,9 @@ _FAULTS = (
     "has twice or not at all, the learning rate at the time of the step, a norm of 0"
 )
 def a_step_is_one_of_adamw(subject: WorkerSubject) -> None:
-    """A step scales the gradient down to max_gradient_norm over all parameters, and takes a step of AdamW with the
-    reported learning rate: each tensor changes as in float64, whether gradients are small, zero, large or clipped."""
+    """step() limits the gradient's norm over all parameters to max_gradient_norm, and takes a step of AdamW with the
+    reported learning rate: each tensor changes as it would in float64, whether gradients are small, zero, large or
+    clipped."""
     if subject.target.options.get("optimizer", "adamw") != "adamw":
         skip(f"the option optimizer is {subject.target.options['optimizer']!r}, and the reference is AdamW")
     for tied, scales in ((True, _SCALES), (False, _SCALES[:2])):
@@ -99,8 +100,8 @@ def a_step_is_one_of_adamw(subject: WorkerSubject) -> None:
 @check("W-75")
 @look_at("the step that the schedule counts from, whether the rate is set before the optimizer's step or after it")
 def the_rate_follows_the_schedule(subject: WorkerSubject) -> None:
-    """The step from version v has the learning rate of the schedule at v: the warm-up reaches the full rate with step
-    warmup_steps, and the decay begins with the following step and reaches zero at total_steps."""
+    """The step from version v has the learning rate of the schedule at v: the warm-up reaches the full rate with the
+    step numbered warmup_steps, and the decay begins with the following step and reaches zero at total_steps."""
     given = [name for name in (*_OPTIMIZER, *_SCHEDULE) if name in subject.target.options]
     worker = create_scheduled(subject)
     rates = []

@@ -1,4 +1,4 @@
-"""Checks of `save` and `load`: the state that is restored, on any number of ranks, and the state after a failure."""
+"""Checks of `save` and `load`: what is restored, on any number of ranks, and what is left after a failure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def training_continues_after_a_load(subject: WorkerSubject) -> None:
     "W-37", look_at="config.json, names of tensors, one copy of tied ones; optimizer files must be in another directory"
 )
 def a_saved_directory_is_a_checkpoint(subject: WorkerSubject) -> None:
-    """A saved directory is a Hugging Face checkpoint: config.json and safetensors with the same tensor names."""
+    """A saved directory is a Hugging Face checkpoint: config.json and safetensors files with the same tensor names."""
     for tied in (False, True):
         worker, path = subject.create(tied=tied), subject.fresh_path(f"exported-{tied}")
         _train(worker, subject, 0)
@@ -176,7 +176,7 @@ def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None
 @check("W-44")
 @look_at("zero_grad in load(), on the tensors that backward() fills; buffers of a pending reduction")
 def load_drops_pending_gradients(subject: WorkerSubject) -> None:
-    """load() drops the gradients of every preceding backward()."""
+    """load() discards the gradients of every preceding backward()."""
     worker, path, reference = subject.create(), subject.fresh_path("pending"), ReferenceModel(subject.model())
     worker.save(path)
     batches = [make_batch((18,), seed=300 + rank) for rank in range(subject.data_size)]
@@ -217,7 +217,8 @@ def _save_with_weights(subject: WorkerSubject, name: str) -> None:
 
 
 def _load_with_weights(subject: WorkerSubject, name: str) -> None:
-    """Fail unless the saved state is restored, and two more steps lead to the weights that were stored with it."""
+    """Fail unless the saved state is restored and two more steps lead to the weights that were stored for
+    comparison."""
     worker, facts = subject.create(), subject.directory / f"{name}-facts"
     worker.load(subject.directory / name)
     version, loaded = worker.version, gathered(worker)

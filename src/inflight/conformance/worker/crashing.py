@@ -48,7 +48,8 @@ class _Instants:
         self.found: list[Path] = []
 
     def note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Copy the directory if this audit event announces a change to a file and the last copy differs."""
+        """Copy the directory if this audit event announces a change to a file and the directory has changed since the
+        last copy."""
         is_change = event.startswith(_CHANGES) or (event == "open" and bool(arguments[2] & _WRITES))
         if not is_change or self._is_copying:
             return

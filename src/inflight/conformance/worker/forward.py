@@ -45,7 +45,7 @@ def logprobs_of_a_tied_model(subject: WorkerSubject) -> None:
 
 @check("W-06", look_at="temperature_T[t] divides the logits of the row that predicts token t; logprobs are not divided")
 def each_token_has_its_own_temperature(subject: WorkerSubject) -> None:
-    """Each logprob is at its token's own temperature: log softmax of logits over temperature."""
+    """Each logprob is at its token's own temperature: the log softmax of the logits divided by the temperature."""
     batch = make_batch((40,), seed=3, temperature=None)
     batch.temperature_T[::3], batch.temperature_T[1::3] = _COLDEST, 5.0
     plain = ReferenceModel(subject.model()).logprobs(replace(batch, temperature_T=torch.ones(40)))
@@ -143,7 +143,8 @@ def given_targets(subject: WorkerSubject) -> None:
 
 @check("W-67", look_at="whether a worker that scores only the packed tokens checks for target ids")
 def unsupported_targets_are_refused(subject: WorkerSubject) -> None:
-    """A worker that reports that it does not score target ids refuses a micro-batch with them with UnsupportedError."""
+    """A worker that reports that it does not score target ids raises UnsupportedError for a micro-batch that has
+    them."""
     worker = subject.create()
     if not isinstance(worker, TargetScoringWorker):
         skip("it does not report scores_target_ids, so a run sends it no target ids")
@@ -171,7 +172,8 @@ def _compare(
     found: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Fail unless the targets' logprobs match those of transformers; record the differences, also when shifted by one.
+    """Fail unless the targets' logprobs match those of transformers; record the differences, including those when
+    shifted by one.
 
     ``factor`` is how much larger than usual the temperature-scaled logits, and therefore their rounding errors, are.
     """

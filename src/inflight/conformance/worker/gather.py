@@ -115,7 +115,7 @@ def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
 @check("W-33")
 @look_at("a copy kept from an earlier gather; parameters that a forward before the step left unsharded")
 def every_gather_is_fresh(subject: WorkerSubject) -> None:
-    """gather_weights() after a step yields the weights of that step."""
+    """After a step, gather_weights() yields the weights of that step."""
     _compare_with_forward(subject, tied=False, gather_first=True)
 
 

@@ -16,7 +16,8 @@ Weights = Mapping[str, torch.Tensor]
 
 
 def gathered(worker: TrainerWorker, bucket_bytes: int = 1) -> dict[str, torch.Tensor]:
-    """Return copies of the full weights on the CPU, by name; empty on ranks other than 0. All ranks call this."""
+    """Return copies of the full weights on the CPU, by name; the result is empty on ranks other than 0. All ranks call
+    this."""
     found: dict[str, torch.Tensor] = {}
     for bucket in worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes)):
         if bucket.tensors:
@@ -26,7 +27,7 @@ def gathered(worker: TrainerWorker, bucket_bytes: int = 1) -> dict[str, torch.Te
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the CPU, row-major: yielded tensors may have any strides."""
+    """Return a row-major copy on the CPU, because yielded tensors may have any strides."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
@@ -44,7 +45,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def distance(one: Weights, other: Weights) -> float:
-    """Return the 2-norm of the difference over all tensors."""
+    """Return the 2-norm of the differences of all tensors together."""
     return math.sqrt(sum(float((one[n].double() - other[n].double()).square().sum()) for n in one))
 
 

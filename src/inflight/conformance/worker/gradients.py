@@ -154,7 +154,7 @@ def ranks_change_nothing(subject: WorkerSubject) -> None:
     "that one forward stores for its backward and the next forward replaces"
 )
 def forwards_may_come_first(subject: WorkerSubject) -> None:
-    """Several forwards may precede their backwards, in any order: the gradient is the same."""
+    """Several calls of forward() may precede the calls of backward(), in any order: the gradient is the same."""
     batches = [
         [make_batch((11, 6), seed=90 + rank), make_batch((3, 14), seed=95 + rank)] for rank in range(subject.data_size)
     ]

@@ -1,4 +1,4 @@
-"""Checks of workers that train a LoRA: its gradient, and the tensors that are changed, published and saved."""
+"""Checks of workers that train a LoRA: the gradient, and the tensors that are changed, published and saved."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _lora_worker(subject: WorkerSubject) -> TrainerWorker:
 
 
 def _noticeable_worker(subject: WorkerSubject) -> TrainerWorker:
-    """Return a new worker whose steps change the targets by some percent of their size, at any learning rate."""
+    """Return a new worker whose steps change the target layers by a few percent of their size, at any learning rate."""
     worker = _lora_worker(subject)
     take_steps(worker, [make_batch(_LENGTHS, seed=490 + subject.data_rank)])
     lora, scale = gathered(worker), 0.0

@@ -121,7 +121,8 @@ def _tree() -> MicroBatch:
 
 @check("W-14", look_at="an early return that leaves other ranks in a collective, or a constant that backward() refuses")
 def batches_without_targets_take_part(subject: WorkerSubject) -> None:
-    """A rank can take part with a micro-batch without tokens or targets: it gives zeros and a gradient of zero."""
+    """A rank can take part with a micro-batch without tokens or targets: it gets zeros and contributes a gradient of
+    zero."""
     batches = [make_batch((17,), seed=20 + rank) for rank in range(subject.data_size)]
     empties = [make_batch((), seed=14), make_batch((6, 1), seed=14, targets=False)]
     mine = [batches[subject.data_rank]]
@@ -140,7 +141,7 @@ def batches_without_targets_take_part(subject: WorkerSubject) -> None:
 
 
 def _problems_of_nothing(logprobs_T: torch.Tensor, batch: MicroBatch) -> list[str]:
-    """Return the problems of the logprobs of a batch without targets."""
+    """Return what is wrong with the logprobs of a batch without targets."""
     shape, kind = tuple(logprobs_T.shape), f"a batch of {batch.num_tokens} tokens without targets"
     problems = [f"{kind} gives the shape {shape}"] if shape != (batch.num_tokens,) else []
     if bool((logprobs_T != 0).any()):

@@ -1,4 +1,4 @@
-"""Exchange of small values between the ranks of a check, independent of the worker's own communication.
+"""Exchanges small values between the ranks of a check, independently of the worker's own communication.
 
 A rank that fails reports its failure, and the others stop waiting for it.
 """
@@ -32,7 +32,7 @@ class Ranks:
         self._num_exchanges = 0
 
     def exchange(self, value: Any, timeout_s: float = 300.0) -> list[Any]:
-        """Return every rank's value, by rank, once all have arrived. Values are JSON.
+        """Return every rank's value, by rank, once all have arrived. Values must be serializable as JSON.
 
         Skips the check if another rank has abandoned it, and raises ``TimeoutError`` after ``timeout_s``.
         """

@@ -1,4 +1,4 @@
-"""Checks of replayed experts, on a mixture of experts regardless of the model that the kit was started with.
+"""Checks of replayed experts. They use a mixture of experts, whatever model the kit was started with.
 
 Shape suffixes: T packed tokens, L layers, K experts of a token in a layer.
 """
@@ -19,7 +19,7 @@ from inflight.types import FREE_EXPERT, MicroBatch
 
 LEVEL = "packing"
 _LAYERS, _EXPERTS, _CHOSEN = 2, 4, 2
-"""Sizes of the kit's mixture of experts."""
+"""Sizes of the kit's mixture of experts: layers, experts per layer, and experts per token."""
 
 
 @check("W-60")
@@ -60,8 +60,8 @@ def replayed_experts(subject: WorkerSubject) -> None:
 @check("W-61")
 @look_at("whether a worker that cannot replay routed_experts_TLK checks for it")
 def unsupported_experts_are_refused(subject: WorkerSubject) -> None:
-    """A worker that reports that it does not replay routing refuses a micro-batch with recorded experts with
-    UnsupportedError."""
+    """A worker that reports that it does not replay routing raises UnsupportedError for a micro-batch with recorded
+    experts."""
     worker = subject.create()
     if not isinstance(worker, ReplayingWorker):
         skip("it does not report replays_routing, so a run sends it no recorded experts")

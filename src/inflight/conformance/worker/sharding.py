@@ -44,7 +44,7 @@ class ShardedWorker(TrainerWorker, ShardedWeightSource, Protocol):
 @check("W-68", "ranks", deadline_s=10)
 @look_at("a collective inside shardings: what each rank holds follows from the layout alone")
 def shardings_do_not_communicate(subject: WorkerSubject) -> None:
-    """Where the ranks of a worker send what they hold, shardings() never communicates, and is the same on every
+    """Where the ranks of a worker send what they hold, shardings() never communicates and returns the same on every
     rank."""
     worker = _create(subject)
     found = [[sharding.model_dump() for sharding in worker.shardings()]] if subject.rank == 0 else []
@@ -62,7 +62,7 @@ def shardings_do_not_communicate(subject: WorkerSubject) -> None:
 @look_at("copies of the same part on several ranks, parameters that are not divided, and short or empty last shards")
 def elements_are_sent_once(subject: WorkerSubject) -> None:
     """The boxes of all ranks together contain every element of every tensor exactly once, and no rank sends more than
-    twice the mean of all ranks."""
+    twice the average."""
     for tied in (False, True):
         worker, shardings = _create_sharded(subject, tied=tied)
         specs = worker.parameter_specs()
@@ -128,7 +128,7 @@ def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
     "torch.distributed.new_group that not every rank makes"
 )
 def a_silent_rank_is_named(subject: WorkerSubject) -> None:
-    """exchange() returns the messages of all ranks on rank 0 and that of rank 0 elsewhere; if a rank is silent,
+    """exchange() returns the messages of all ranks on rank 0, and that of rank 0 on the others; if a rank is silent,
     exchange() and every later call raise a TransferError that names the rank, within the timeout; torch can still form
     groups."""
     last = subject.world_size - 1
@@ -233,7 +233,7 @@ def _require_equal(
 
 
 def _read(local: Iterable[WeightBucket]) -> tuple[list[int], list[list[str]]]:
-    """Return the index of each bucket, and the descriptions of its boxes, read before the next one is requested."""
+    """Return the index of each bucket and descriptions of its boxes, made before the next bucket is requested."""
     found = [(bucket.index, list(map(_described, bucket.tensors))) for bucket in local]
     return [index for index, _ in found], [boxes for _, boxes in found]
 

@@ -33,15 +33,16 @@ from inflight.contracts import ImageWorker, TrainerWorker
 from inflight.contracts.trainer import DataRanks, data_ranks_of
 
 VOCAB_SIZE = 259
-"""Odd, so that ranks cannot have equal numbers of rows."""
+"""The size is odd, so that ranks cannot have equal numbers of rows."""
 _GROUP_TIMEOUT = timedelta(seconds=300)
-"""Longer than any check may take, because the deadlines of checks show which rank hangs."""
+"""This is longer than any check may take, because the deadlines of checks show which rank hangs."""
 _MODEL_TIMEOUT_S = 60.0
 _ONE_RANK = "it needs several ranks, and there is only one"
 
 
 class WorkerSubject:
-    """A worker as `inflight.conformance.judge.Subject`. Every rank makes the same calls in the same order."""
+    """Implements `inflight.conformance.judge.Subject` for a worker. Every rank makes the same calls in the same
+    order."""
 
     def __init__(self, target: WorkerTarget, directory: Path, ranks: Ranks) -> None:
         self.target = target
@@ -144,7 +145,7 @@ class WorkerSubject:
             dist.destroy_process_group()
 
     def create(self, *, model: Path | None = None, tied: bool = False, **more: object) -> TrainerWorker:
-        """Return a new worker on ``model``, or the kit's tiny model, with further options; every rank calls this."""
+        """Return a new worker for ``model`` or the kit's tiny model, with further options. All ranks call this."""
         path = model if model is not None else self.model(tied=tied)
         options = self.target.options if self.world_size == 1 else self.target.options | self.target.options_of_ranks
         return load_worker_kind(self.target.factory).create({"model_path": str(path), **options, **more})

@@ -1,4 +1,4 @@
-"""A thread that runs checks, so that the process can report where a check waits if the check does not return."""
+"""A thread that runs checks, so that the process can report where a check that does not return is waiting."""
 
 from __future__ import annotations
 

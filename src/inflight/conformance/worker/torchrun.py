@@ -35,7 +35,8 @@ _END_S = 10.0
 
 
 class TorchrunKit:
-    """Checks a worker as `inflight.conformance.kit.Kit` does. Every rank creates one and makes the same calls.
+    """Checks a worker as `inflight.conformance.kit.Kit` does. Every rank creates a `TorchrunKit` and makes the same
+    calls.
 
     Raises `ConfigError` if the ranks or their workers cannot be created.
     """
