@@ -94,7 +94,7 @@ def main(file_number: int) -> int:
 
 
 def _noted_threads() -> list[str]:
-    """Return a list to which a line is appended for every thread that ends with an error from now on."""
+    """Return a list to which, from now on, a line is appended for every thread that ends with an error."""
     noted: list[str] = []
     show = threading.excepthook
 

@@ -19,7 +19,7 @@ class ChangeKind(StrEnum):
     """How one check changed; the value is the heading under which it is shown."""
 
     REGRESSION = "regressions"
-    """The check passed, or its failure was expected; now it fails or hangs."""
+    """The check used to pass, or its failure was expected; now it fails or hangs."""
     STILL_BAD = "still failing"
     EXCUSED = "now an expected failure"
     SKIP_CHANGED = "skipped before or now"
@@ -29,7 +29,7 @@ class ChangeKind(StrEnum):
 
 
 class Change(WireModel):
-    """One check whose outcome differs, or that fails in both certificates."""
+    """A check whose outcome differs between the two certificates, or that fails in both."""
 
     kind: ChangeKind
     id: str
@@ -123,7 +123,7 @@ def _change(before: Verdict | None, after: Verdict | None) -> Change | None:
 
 
 def _kind(before: CheckOutcome | None, after: CheckOutcome | None) -> ChangeKind | None:
-    """Return how a check changed, or None if it did not."""
+    """Return how a check changed, or that it still fails; None if neither is the case."""
     if before is None:
         return ChangeKind.NEW
     if after is None:

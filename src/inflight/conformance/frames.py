@@ -1,4 +1,4 @@
-"""Finds the line of the implementation that raised an error, rather than a line of a library or of the kit."""
+"""Finds the line of the implementation at which an error was raised, rather than a line of a library or of the kit."""
 
 from __future__ import annotations
 

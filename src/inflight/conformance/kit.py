@@ -67,7 +67,7 @@ class Kit:
         """The verdict on the last check that has run."""
         self._unmakable: ConfigError | None = None
         self.gone: Gone | None = None
-        """The check since which the subject could not be restored; None while it is available."""
+        """Since which check the subject cannot be restored; None while it is available."""
         self.start_seconds = 0.0
         """Seconds spent so far on starting processes and restoring the subject between checks."""
 
@@ -98,8 +98,8 @@ class Kit:
     def run(self, check: Check) -> Verdict:
         """Return the verdict of one check. Raises `ConfigError` if the subject cannot be created.
 
-        If an endpoint cannot be restored, further checks are skipped until it can be. `gone` records since which check
-        that has been so.
+        If an endpoint cannot be restored, further checks are skipped until it can be. `gone` records with which check
+        this began.
         """
         try:
             verdict, is_gone = self._judged(check)

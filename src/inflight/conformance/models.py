@@ -43,7 +43,7 @@ def make_tiny_model(
 ) -> Path:
     """Write a random float32 checkpoint, and a tokenizer whose ids are bytes, to ``path``; return ``path``.
 
-    Its logits spread over several units, so that a wrong weight, position or temperature is noticeable.
+    Its logits span several units, so that a wrong weight, position or temperature is noticeable.
     """
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 

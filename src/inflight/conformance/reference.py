@@ -34,7 +34,8 @@ class ReferenceWeights:
 
 
 class ReferenceCheckpoint:
-    """A checkpoint directory: its weights, variants of them, and transformers' logprobs under any of them."""
+    """A checkpoint directory: its weights, variants of these, and the logprobs that transformers computes with any of
+    them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -138,8 +139,8 @@ class ReferenceCheckpoint:
     ) -> torch.Tensor:
         """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn, computed in ``dtype``.
 
-        If there are ``images``, all placeholders must belong to them. With a ``window``, a token attends to that many
-        tokens only, including itself.
+        If there are ``images``, all placeholders must belong to them. If there is a ``window``, a token attends to that
+        many tokens only, including itself.
         """
         model = self._model_of(weights, dtype)
         ids = torch.tensor([[*prompt, *completion]])
@@ -279,5 +280,5 @@ def _only(logits_V: torch.Tensor, kept: set[int]) -> torch.Tensor:
 
 
 def chosen(logprobs_TV: torch.Tensor, completion: Sequence[int]) -> torch.Tensor:
-    """Return [T]: the logprob of each completion token."""
+    """Return the logprob [T] of each completion token."""
     return logprobs_TV.gather(1, torch.tensor(list(completion))[:, None])[:, 0]

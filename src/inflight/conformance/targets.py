@@ -42,12 +42,12 @@ class EndpointTarget(_Target):
     model: Path | None = None
     """The served checkpoint.
 
-    If None, the kit creates one, unless the target is a URL: the checkpoint is then unknown.
+    If None, the kit creates one, unless the target is a URL, in which case the checkpoint is unknown.
     """
     token: str | None = None
     """The token for the control routes of a URL."""
     worker: str | None = None
-    """The worker whose logprobs the endpoint's are compared with, as ``module:attribute``. None means transformers."""
+    """The worker to compare the endpoint's logprobs with, as ``module:attribute``. If None, transformers is used."""
     tolerance: float | None = None
     """Maximum difference between equal logprobs. If None, it follows from the dtype that the endpoint reports."""
 
