@@ -49,7 +49,7 @@ def test_a_wheel_is_downloaded_once(index: Path, tmp_path: Path) -> None:
     (index / package.wheel).unlink()
     assert fetch_wheel(package, cache, lines.append) == wheel
     assert list(cache.iterdir()) == [wheel]
-    assert lines == ["pip downloads small-model 1.0", f"small-model 1.0 is in {cache}"]
+    assert lines == ["downloading small-model 1.0 with pip", f"small-model 1.0 is in {cache}"]
 
 
 def test_an_index_without_the_package_is_reported_with_what_to_do(index: Path, tmp_path: Path) -> None:

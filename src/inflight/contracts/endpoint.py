@@ -31,10 +31,10 @@ from inflight.wire import (
 class InferenceEndpoint(Protocol):
     """An inference server: these methods are all that inflight needs.
 
-    docs/contract.md has the table of its states. A failure after the first byte was applied leads to POISONED, where
-    `generate` raises `PoisonedError` until a complete update or a restart. Calls of an update whose session has a name
-    are idempotent. Every method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`, after which the state
-    is unknown.
+    docs/contract.md contains the table of its states. If an update fails after its first byte was applied, the state is
+    POISONED: `generate` raises `PoisonedError` until an update completes or the server restarts. The calls of an update
+    with a ``session_id`` are idempotent. Every method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`;
+    the state is then unknown.
     """
 
     @property
@@ -48,28 +48,29 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """Leave any earlier group and receive weights as ``spec`` specifies; returns when all ranks have joined.
+        """Leave any earlier group and join the one that ``spec`` describes; returns when all ranks have joined.
 
         The sender joins concurrently. From now on the endpoint accepts updates only from the run that owns the group.
-        Raises `TransferError` if the group is not formed within ``spec.timeout_s`` seconds. The endpoint then belongs
-        to no group and serves as before. Raises `FencedError` if a later incarnation of the run's trainer has called.
+        Raises `TransferError` if the group is not formed within ``spec.timeout_s`` seconds; the endpoint then belongs
+        to no group and serves as before. Raises `FencedError` if a later incarnation of the run's trainer has already
+        called.
         """
 
     @abstractmethod
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """Accept an update and pause sampling as ``update.in_flight`` specifies; on return no token is being sampled.
 
-        If the update is staged, sampling continues. Raises `UpdateRefusedError` if the manifest does not fit
+        If the update is staged, sampling continues instead. Raises `UpdateRefusedError` if the manifest does not fit
         the model, the version is not newer, the run does not own the group, another update is open, or the drain did
-        not end before ``update.deadline_s``: the old weights keep being served and nothing may be sent.
+        not end within ``update.deadline_s`` seconds: the old weights are still served, and nothing may be sent.
         """
 
     @abstractmethod
     async def receive_weights(self, bucket: BucketTransfer) -> None:
-        """Receive one bucket, while the sender sends it, and compare its checksum. Buckets come in order.
+        """Receive one bucket while the sender sends it, and verify its checksum. Buckets arrive in order.
 
-        Raises `TransferError`, or `UpdateRefusedError` if no such update is open; `abort_weight_update` states what the
-        endpoint serves then.
+        Raises `TransferError` if the transfer fails, and `UpdateRefusedError` if no such update is open. See
+        `abort_weight_update` for what the endpoint then serves.
         """
 
     @abstractmethod
@@ -77,22 +78,23 @@ class InferenceEndpoint(Protocol):
         """Switch to the new weights and resume: every later token is sampled from ``ref.version``.
 
         A staged update pauses sampling here, as ``in_flight`` specifies. Raises `UpdateRefusedError` if buckets are
-        missing, or if a drain does not end in time: the update has then ended and the old weights keep being served.
+        missing, or if a drain does not end in time: the update has then ended, and the old weights are still served.
         Raises `PoisonedError` if applying the weights fails.
         """
 
     @abstractmethod
     async def abort_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """End the update. If no byte was applied, the old weights keep being served (READY); otherwise POISONED.
+        """End the update. If none of its bytes was applied, the old weights are still served (READY).
 
-        Idempotent: without an open update it returns the current version.
+        Otherwise the state is POISONED. Idempotent: if no update is open, the call only returns the current version.
         """
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Return the completions of one prompt: token ids, behaviour logprobs, version spans, finish reason.
+        """Return the completions of one prompt, with token ids, behaviour logprobs, version spans and finish reasons.
 
-        Raises `InvalidRequestError` if the prompt does not fit. Cancelling the call ends the request on the endpoint.
+        Raises `InvalidRequestError` if the prompt does not fit in the model's context. Cancelling the call ends the
+        request on the endpoint.
         """
 
     @abstractmethod
@@ -104,7 +106,7 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def weight_version(self) -> WeightVersion:
-        """Return the version of the served weights, and the state."""
+        """Return the version of the served weights, and the endpoint's state."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -135,30 +137,30 @@ class AbortingEndpoint(InferenceEndpoint, Protocol):
     async def abort_requests(self, requests: AbortRequests) -> None:
         """End these requests: each `generate` returns what it has sampled so far.
 
-        Unfinished completions receive the finish reason ``abort``; without any token, they have no span. Ids that are
-        not running are ignored. Returns once no further token of these requests will be sampled, which an engine may
-        delay until the pause of an update ends.
+        Unfinished completions have the finish reason ``abort``; a completion without tokens has no version span. Ids of
+        requests that are not running are ignored. Returns once no further token of these requests will be sampled. If
+        an update has paused sampling, an engine may wait for the end of the pause before it returns.
         """
 
 
 @runtime_checkable
 class ReleasingEndpoint(InferenceEndpoint, Protocol):
-    """An endpoint that supports ``releases_memory``. Both calls may be repeated, and then change nothing."""
+    """An endpoint that supports ``releases_memory``. Repeating either call changes nothing."""
 
     @abstractmethod
     async def release_memory(self) -> WeightVersion:
-        """Release the memory of weights, keys and values for other processes; on return the state is RELEASED.
+        """Release the memory of the weights and the KV cache to other processes; on return the state is RELEASED.
 
-        The endpoint keeps its weights elsewhere, under the same version, and forgets cached prefixes. Raises
-        `BusyError` if requests run or wait, or an update is open, and `PoisonedError` if the weights are torn: nothing
-        changed. After any other error the state may be RELEASED, which `restore_memory` ends.
+        The endpoint keeps its weights elsewhere, under the same version, and discards cached prefixes. Raises
+        `BusyError` if requests are running or waiting, or an update is open, and `PoisonedError` if the state is
+        POISONED; nothing has changed then. After any other error the state may be RELEASED: call `restore_memory`.
         """
 
     @abstractmethod
     async def restore_memory(self) -> WeightVersion:
         """Reacquire the memory; on return the weights from before the release are served again.
 
-        Raises `EndpointError` if the memory cannot be allocated: the state is still RELEASED.
+        Raises `EndpointError` if the memory cannot be allocated; the state is then still RELEASED.
         """
 
 
@@ -168,9 +170,9 @@ class DraftingEndpoint(InferenceEndpoint, Protocol):
 
     @abstractmethod
     async def record_history(self, history: DraftHistory) -> None:
-        """Remember finished completions, from which later requests with these prompts are drafted.
+        """Remember finished completions; later requests with the same prompts draft their tokens from them.
 
-        Replaces the earlier history of those prompts. Raises `UnsupportedError` if drafts are not supported.
+        Replaces the earlier history of these prompts. Raises `UnsupportedError` if drafts are not supported.
         """
 
 
@@ -182,9 +184,10 @@ class ScoringEndpoint(InferenceEndpoint, Protocol):
     async def score(self, request: ScoreRequest) -> ScoreResponse:
         """Return the logprobs of given tokens under the served weights.
 
-        Nothing that was cached under other weights is used. Raises `InvalidRequestError` if the request does not fit,
-        and `UnsupportedError` if it asks for more of the most likely tokens than ``max_top_k``, or for candidates where
-        they are not supported. Cancelling the call ends the request on the endpoint.
+        Nothing that was cached under other weights is used. Raises `InvalidRequestError` if the request does not fit in
+        the model's context, and `UnsupportedError` if it asks for more than ``max_top_k`` of the most likely tokens, or
+        for candidates from an endpoint that does not support them. Cancelling the call ends the request on the
+        endpoint.
         """
 
 

@@ -20,20 +20,20 @@ DEFAULT_MAX_CONCURRENT = 64
 """Number of sequences that a server decodes at a time by default."""
 
 DraftProvider = Literal["history", "siblings", "both"]
-"""The source of drafts: recorded completions of the prompt, those of this engine, or both."""
+"""The source of drafts: recorded completions of the same prompt, other completions on this server, or both."""
 
 
 def option(help: str, default: Any = None, **more: Any) -> Any:
     """Return a dataclass field that is an option of ``inflight serve``, with its help text.
 
-    ``more`` may set ``flag``, which is otherwise the field's name, ``metavar`` and ``choices``.
+    ``more`` may set ``metavar``, ``choices`` and ``flag``, which defaults to the field's name.
     """
     return field(default=default, metadata={"help": help, **more})
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """A user's settings for an engine that is started. None leaves the choice to the engine."""
+    """A user's settings for an engine that inflight starts. None leaves the choice to the engine."""
 
     model: Path
     """Hugging Face checkpoint directory."""
@@ -74,7 +74,7 @@ class EngineOptions:
         return DEFAULT_MAX_CONCURRENT if self.max_concurrent is None else self.max_concurrent
 
     def with_defaults(self) -> EngineOptions:
-        """Return these options with a name and a number of sequences, which the engine does not choose."""
+        """Return these options with defaults for ``name`` and ``max_concurrent``, which the engine does not choose."""
         return replace(self, name=self.name or self.model.resolve().name, max_concurrent=self.num_slots)
 
 
@@ -86,12 +86,12 @@ class GpuUse:
     num_copies: int = 1
     """Number of copies of the model on these GPUs, each sharded over the same number of GPUs."""
     memory_share: float | None = 0.9
-    """Share of each GPU's memory that the engine fills with weights, KV cache and activations. None: as much as the
-    weights and sequences need."""
+    """Share of each GPU's memory that the engine fills with weights, KV cache and activations. If it is None, the
+    engine uses as much as the weights and sequences need."""
     context: int | None = None
-    """Length of the longest sequence in tokens; None: the model's maximum."""
+    """Length of the longest sequence in tokens; None means the model's maximum."""
     stages_on_gpu: bool = False
-    """Whether an update that arrives over NCCL or CUDA IPC waits in GPU memory, whole on each GPU, for its commit."""
+    """Whether each GPU keeps a whole update that arrives over NCCL or CUDA IPC in its memory until the commit."""
 
 
 class EngineKind(Protocol):
@@ -108,17 +108,17 @@ class EngineKind(Protocol):
 
     @property
     def runs_in_process(self) -> bool:
-        """Return whether the engine runs in the process that serves it, and can load the versions of a store there."""
+        """Return whether the engine runs in the process that serves it, and can load stored versions there."""
         return False
 
     @property
     def unsupported_options(self) -> Collection[str]:
-        """Return the fields of `EngineOptions` that do not apply."""
+        """Return the fields of `EngineOptions` that do not apply to this engine."""
         return ("kv_cache_bytes", "compile")
 
     @property
     def release_arguments(self) -> Sequence[str]:
-        """Return the arguments with which a server on a GPU can release its memory."""
+        """Return the command-line arguments with which a server on a GPU can release its memory."""
         return ()
 
     @property
@@ -127,11 +127,11 @@ class EngineKind(Protocol):
         return "on_gpu" if self.release_arguments else "never"
 
     def drafts_problem(self, provider: DraftProvider) -> str | None:
-        """Return why no server of this kind drafts from ``provider``, or None if one can."""
+        """Return why no server of this kind can draft from ``provider``, or None if servers can."""
         return f"the adapter of {self.name} does not support drafts; omit drafts"
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:
-        """Return how a server uses GPUs, given the further arguments of its command line."""
+        """Return how a server uses GPUs, given the additional arguments on its command line."""
         return GpuUse()
 
     def load(self, options: EngineOptions) -> InferenceEndpoint:
@@ -139,7 +139,7 @@ class EngineKind(Protocol):
         raise ConfigError(f"{self.name} does not run in the process that serves it, so it cannot be loaded there")
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
-        """Return the arguments after the Python interpreter that start a server to which inflight can attach."""
+        """Return the arguments to the Python interpreter that start a server to which inflight can attach."""
         raise ConfigError(
             f"inflight does not start {self.name}: attach to a running server with {self.name}+http://HOST:PORT"
         )

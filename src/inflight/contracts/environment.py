@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Task(Protocol):
-    """Problems, and how to score an answer, in one turn. Deterministic: item i is the same in every process."""
+    """Problems that are answered in one turn, and how to score an answer.
+
+    Deterministic: item i is the same in every process.
+    """
 
     @property
     @abstractmethod
@@ -37,8 +40,8 @@ class Conversation(Protocol):
     async def say(self, *messages: Message | str) -> Reply:
         """Append messages and return the model's answer; a string is a user message.
 
-        Raises `ContextFullError` if the context leaves no token for the answer, `InvalidRequestError` if the chat
-        template refuses a message: nothing was appended. If an endpoint fails, the turn is sampled on another one.
+        Raises `ContextFullError` if the context leaves no token for the answer, and `InvalidRequestError` if the chat
+        template refuses a message; nothing is appended then. If an endpoint fails, the turn is sampled on another one.
         """
 
     @abstractmethod
@@ -51,11 +54,11 @@ class Conversation(Protocol):
 
     @abstractmethod
     def reward(self, reward: float) -> None:
-        """Give the conversations of this role a different reward from the rest of the episode."""
+        """Give the conversations of this role a reward of their own, different from the rest of the episode."""
 
 
 class Episode(Protocol):
-    """One play of an environment: the environment's access to the model, and the record of the sampled turns."""
+    """One playthrough of an environment: its access to the model, and the record of the sampled turns."""
 
     @property
     @abstractmethod
@@ -64,30 +67,33 @@ class Episode(Protocol):
 
     @abstractmethod
     def conversation(self, *, system: str = "", tools: Sequence[Tool] = (), role: str = "") -> Conversation:
-        """Begin a conversation; an episode may have several, also concurrently.
+        """Begin a conversation; an episode may have several, including concurrent ones.
 
-        ``tools`` are the functions that the model may call; the environment executes them. Conversations with
-        different roles are compared separately.
+        ``tools`` are the functions that the model may call; the environment executes them. Rewards are compared only
+        between conversations with the same role.
         """
 
     @abstractmethod
     async def openai_url(self, role: str = "") -> str:
         """Return a base URL for clients of OpenAI's API, whose calls become part of this episode.
 
-        It ends with ``/e/KEY/v1``, where KEY is a secret that identifies the episode and the role, and may also be sent
-        as the API key. Each role has its own URL; a reward that is posted there belongs to that role. Raises
+        It ends with ``/e/KEY/v1``, where KEY is a secret that identifies the episode and the role. Clients may also
+        send KEY as the API key. Each role has its own URL; a reward that is posted there belongs to that role. Raises
         `UnsupportedError` if no proxy is running.
         """
 
     @property
     @abstractmethod
     def posted_reward(self) -> float | None:
-        """Return the reward that a client has posted for the episode, or the mean of its roles'; None if none has."""
+        """Return the reward that a client has posted for the episode.
+
+        If there is none, return the mean of the rewards posted for its roles, or None without any.
+        """
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """Start states, and how an episode is played from one. `Task` is the simpler form for one prompt and one answer."""
+    """Start states, and how to play an episode from one. `Task` is the simpler form for one prompt and one answer."""
 
     @property
     @abstractmethod
@@ -102,6 +108,6 @@ class Environment(Protocol):
     async def play(self, item: TaskItem, episode: Episode) -> float:
         """Play one episode and return its reward.
 
-        Many plays run at once in one event loop: use threads or processes for blocking work. A play is cancelled if it
-        takes too long. An exception, or a reward that is not finite, fails this episode only.
+        Many episodes run at once in one event loop: use threads or processes for blocking work. This call is cancelled
+        if it takes too long. An exception, or a reward that is not finite, fails this episode only.
         """

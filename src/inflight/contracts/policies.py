@@ -31,18 +31,18 @@ class StalenessPolicy(Protocol):
     def trainable(self, waiting: Sequence[int], oldest: int, groups_per_step: float) -> Sequence[bool]:
         """Return, for each waiting group, whether a step may include it; by default all of them.
 
-        ``waiting`` has the number of each group in the order of offers. ``oldest`` is the number of the oldest group
-        that is being sampled or scored, or else of the next group to be offered. Groups before ``oldest`` must be
-        allowed; otherwise training might never continue.
+        Groups are numbered in the order in which they were offered, and ``waiting`` contains the numbers of the waiting
+        groups. ``oldest`` is the number of the oldest group that is being sampled or scored, or of the next group to be
+        offered if there is none. Groups before ``oldest`` must be allowed; otherwise training might never continue.
         """
         return [True] * len(waiting)
 
     def can_train(self, first_version: int, trainer_version: int) -> bool:
-        """Return whether a completion whose first token ``first_version`` sampled may still be trained on.
+        """Return whether a completion whose first token was sampled by ``first_version`` may still be trained on.
 
-        That is, whether `mask` may keep any of its tokens, including tokens that are not sampled yet, in a step from
-        ``trainer_version`` or a later one. The default is True. If it is False for every completion of a group, the
-        run stops sampling the group and drops it.
+        That is, whether `mask` may keep any of its tokens, including tokens not yet sampled, in a step from
+        ``trainer_version`` or a later version. The default is True. If the result is False for every completion of a
+        group, the run stops sampling the group and drops it.
         """
         return True
 
@@ -59,7 +59,7 @@ class StalenessPolicy(Protocol):
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` returned. This is called before any other method."""
+        """Restore a state that `state` returned. The run calls this before any other method."""
         return
 
 
@@ -67,14 +67,14 @@ class StalenessPolicy(Protocol):
 class Scheduler(Protocol):
     """Decides which completions run where and when.
 
-    Implementations are deterministic and do no I/O: they use no clock, thread, file or unseeded randomness. They
-    receive the events, and return the decisions, of `inflight.contracts.scheduling`. The live run and the simulator
-    drive the same objects. A scheduler is constructed with ``group_size`` (completions per item), ``history`` (a
-    `HistoryStore`, which the run fills), ``seed``, and parameters of its own.
+    Implementations are deterministic and do no I/O: they use no clock, thread, file or unseeded randomness. The events
+    that they receive and the decisions that they return are defined in `inflight.contracts.scheduling`. Live runs and
+    the simulator use the same schedulers. A scheduler is constructed with ``group_size`` (completions per item),
+    ``history`` (a `HistoryStore`, which the run fills), ``seed``, and parameters of its own.
     """
 
     surplus: float = 1.0
-    """In conventional mode, the number of groups that it may be offered per group that a step needs."""
+    """In conventional mode, the number of groups that may be offered for each group that a step needs."""
 
     @abstractmethod
     def observe(self, event: Event) -> None:
@@ -94,14 +94,17 @@ class Scheduler(Protocol):
     def state(self) -> dict[str, Any]:
         """Return the state that a later `restore` needs, as JSON values.
 
-        It contains neither items nor endpoints, because their events are sent again."""
+        It contains neither items nor endpoints, because the events that announce them are sent again."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` returned. This is called before the first event."""
+        """Restore a state that `state` returned. The run calls this before it sends the first event."""
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the scheduler's own metrics for the row of the last step, and reset them; none by default."""
+        """Return the scheduler's own metrics since the last call, and reset them; none by default.
+
+        They become part of the last step's row of metrics.
+        """
         return {}
 
 
@@ -126,9 +129,9 @@ class BatchComposer(Protocol):
     def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
         """Return the indices of the groups of a step, without duplicates, or an empty sequence to wait for more groups.
 
-        ``groups`` has the waiting groups, oldest first, and ``num_tokens[i]`` is the number of tokens of ``groups[i]``
-        that a step would train on. The run calls this again whenever a group arrives. Sampling pauses while a step is
-        ready.
+        ``groups`` contains the waiting groups, oldest first, and ``num_tokens[i]`` is the number of tokens of
+        ``groups[i]`` that a step would train on. The run calls this again whenever a group arrives. Sampling pauses
+        while a step is ready.
         """
 
     def accepts(self, group: Group) -> bool:

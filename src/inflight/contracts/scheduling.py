@@ -1,4 +1,4 @@
-"""The events that a scheduler of rollouts receives and the decisions that it returns: plain values.
+"""The events that a rollout scheduler receives and the decisions that it returns, as plain values.
 
 All times are seconds on one clock with an arbitrary zero. An item is one prompt of the task, identified by its index;
 its completions are numbered from 0. A request samples some completions of one item on one endpoint.
@@ -27,12 +27,12 @@ class Joined:
     endpoint: str
     capacity: int
     keeps_partials: bool = False
-    """Whether an aborted completion keeps the tokens it has sampled. If not, it starts from scratch."""
+    """Whether an aborted completion keeps the tokens sampled so far. If not, it starts again from the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An endpoint accepts no more work. Each completion that runs there either finishes or is returned."""
+    """An endpoint accepts no more work. Each completion that is running there either finishes or is returned."""
 
     time_s: float
     endpoint: str
@@ -45,10 +45,10 @@ class Offered:
     time_s: float
     item: int
     prompt: str
-    """Identifies the prompt: equal texts always have equal identifiers."""
+    """An identifier of the prompt: equal prompts always have equal identifiers."""
     num_prompt_tokens: int
     num_tokens: tuple[int, ...]
-    """The tokens that each completion already has from an earlier process of the run; one entry per completion."""
+    """The number of tokens that each completion already has from an earlier process of the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class StepWanted:
-    """The run starts to collect groups for the step that starts from ``version``.
+    """The run begins to collect groups for the step that starts from ``version``.
 
-    ``num_groups`` is an estimate of how many it needs. In conventional mode it covers a whole phase.
+    ``num_groups`` is an estimate of how many groups it needs. In conventional mode the estimate covers a whole phase.
     """
 
     time_s: float
@@ -113,7 +113,10 @@ class StepWanted:
 
 @dataclass(frozen=True, slots=True)
 class StepReady:
-    """The run has enough groups for the step that it requested. In conventional mode, sampling must now end."""
+    """The run has enough groups for the step that `StepWanted` announced.
+
+    In conventional mode, sampling must now end.
+    """
 
     time_s: float
     version: int

@@ -41,49 +41,49 @@ class WeightSource(Protocol):
 
     @abstractmethod
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Return checkpoint names, wire dtypes and full shapes in gather order. Never communicates."""
+        """Return each tensor's checkpoint name, wire dtype and full shape, in gather order. Never communicates."""
 
     @abstractmethod
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield full tensors bucket by bucket, in the order of `parameter_specs`; collective: every rank exhausts it.
+        """Yield full tensors bucket by bucket, in the order of `parameter_specs`.
 
-        On rank 0 buckets hold tensors, on the others none. A yielded tensor is valid until the next one and the one
-        after it have been requested.
+        Collective: every rank must exhaust the iterator. Buckets hold tensors only on rank 0. The tensors of a bucket
+        are valid until two more buckets have been requested.
         """
 
 
 @runtime_checkable
 class PartialWeightSource(WeightSource, Protocol):
-    """A source that omits tensors that training does not change; `parameter_specs` does not list them."""
+    """A source that omits the tensors that training does not change; `parameter_specs` does not list them."""
 
     @abstractmethod
     def frozen_names(self) -> Sequence[str]:
-        """Return the names of the omitted tensors, which equal the checkpoint's. Never communicates."""
+        """Return the names of the omitted tensors, whose values are still the checkpoint's. Never communicates."""
 
 
 @runtime_checkable
 class ShardedWeightSource(WeightSource, Protocol):
-    """A source of which every rank can send the boxes of tensors that it holds, instead of gathering them on rank 0."""
+    """A source whose ranks can each send the boxes of tensors that they hold, instead of gathering them on rank 0."""
 
     @abstractmethod
     def shardings(self) -> Sequence[Sharding]:
-        """Return which boxes of each tensor of `parameter_specs` each rank sends, the same on every rank.
+        """Return which boxes of each tensor of `parameter_specs` each rank sends; empty if tensors must be gathered.
 
-        Empty if the tensors have to be gathered. Never communicates.
+        The result is the same on every rank. Never communicates.
         """
 
     @abstractmethod
     def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
-        """Yield the boxes that this rank sends of each bucket: in the order of the tensors and of their boxes.
+        """Yield the boxes that this rank sends of each bucket, in the order of the tensors and then of their boxes.
 
-        Never communicates, so a failing rank does not block the others. A yielded tensor is in wire dtype, and may be
-        the trainer's own memory. Forwards and backwards may run meanwhile in another thread; `TrainerWorker.step` and
-        `TrainerWorker.load` wait until the iterator is exhausted or closed.
+        Never communicates, so a failing rank does not block the others. A yielded tensor is in the wire dtype, and may
+        be the trainer's own memory. Meanwhile, forward and backward passes may run in another thread;
+        `TrainerWorker.step` and `TrainerWorker.load` wait until the iterator is exhausted or closed.
         """
 
     @abstractmethod
     def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
-        """Return the messages of all ranks, by rank, on rank 0, and only rank 0's message on the others; collective.
+        """Return all ranks' messages in rank order on rank 0, and only rank 0's message on the others; collective.
 
         Raises `TransferError` within ``timeout_s`` seconds if a rank does not answer. The error names the rank, and
         the source then exchanges nothing more.
@@ -101,14 +101,14 @@ class LoraSource(WeightSource, Protocol):
 
 @runtime_checkable
 class MergingLoraSource(LoraSource, Protocol):
-    """A source of a LoRA that can also merge it, for endpoints that support partial updates but no LoRA."""
+    """A source of a LoRA that can also merge it, for endpoints that support partial updates but not LoRAs."""
 
     @abstractmethod
     def merged(self, bucket_bytes: int) -> PartialWeightSource:
-        """Return the weights under the LoRA as a source; rank 0 only.
+        """Return a source of the weights that the LoRA changes, with the LoRA merged into them; rank 0 only.
 
-        Its gathering makes the same collective calls as this source with buckets of ``bucket_bytes``. The other ranks
-        therefore always gather the LoRA, whichever of the two sources rank 0 publishes.
+        Gathering from it makes the same collective calls as gathering from this source with buckets of
+        ``bucket_bytes``. The other ranks can therefore always gather the LoRA, whichever source rank 0 publishes.
         """
 
 
@@ -124,54 +124,54 @@ class TrainerWorker(WeightSource, Protocol):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return trainer logprobs [T] of the packed targets: float32, differentiable, 0.0 where there is no target.
 
-        Natural log, at each token's own temperature, on the batch's device. Segments do not attend to each other.
-        Float64 models return float64. Several forward passes may precede their backward passes, which may run in any
-        order.
+        They are natural logarithms at each token's own temperature, on the batch's device, and in float64 if the model
+        is. Segments do not attend to each other. Several forward passes may precede their backward passes, which may
+        run in any order.
         """
 
     @abstractmethod
     def backward(self, loss: torch.Tensor) -> None:
-        """Accumulate the gradient of a scalar: summed over ranks and micro-batches, never averaged.
+        """Accumulate the gradient of a scalar. Gradients are summed over ranks and micro-batches, never averaged.
 
-        Ranks without tokens pass a zero that depends on their parameters, as `forward` of any batch does.
+        Ranks without tokens pass a zero that depends on their parameters, as every result of `forward` does.
         """
 
     @abstractmethod
     def step(self, settings: AdamSettings | None = None) -> StepResult:
-        """Clip, update the parameters, advance the schedule, clear gradients; ``version`` grows by one.
+        """Clip the gradients, update the parameters, advance the schedule and ``version``, and clear the gradients.
 
         ``settings`` replace the worker's own settings for this step, including its schedule; see `AdjustableWorker`.
 
-        Raises `NonFiniteError` on every rank if the gradient norm is not finite, or overflows: gradients are cleared,
-        and parameters, optimizer, schedule and version are unchanged. Raises `TrainerError` if there is no
+        Raises `NonFiniteError` on every rank if the gradient norm is not finite, or overflows: the gradients are
+        cleared, and parameters, optimizer, schedule and version are unchanged. Raises `TrainerError` if there is no
         gradient.
         """
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write weights, optimizer, schedule and version, atomically; the directory is also a loadable HF checkpoint.
+        """Write weights, optimizer, schedule and version atomically; the directory is also a loadable HF checkpoint.
 
-        Raises `CheckpointError` on every rank; the earlier checkpoint at ``path`` is then still intact.
+        Raises `CheckpointError` on every rank if it fails; the earlier checkpoint at ``path`` is then still intact.
         """
 
     @abstractmethod
     def load(self, path: Path, *, optimizer: bool = True) -> None:
         """Load a checkpoint that `save` wrote, on any number of ranks, and discard all accumulated gradients.
 
-        Without ``optimizer``, only the weights are loaded, as if the worker had been created with them: its version is
-        0, and its optimizer has taken no step; see `AdjustableWorker`.
+        If ``optimizer`` is False, only the weights are loaded, as if the worker had been created with them: its version
+        is 0, and its optimizer has taken no step; see `AdjustableWorker`.
 
-        Raises `CheckpointError`, with nothing loaded.
+        If it raises `CheckpointError`, nothing was loaded.
         """
 
 
 @runtime_checkable
 class ModelParallelWorker(TrainerWorker, Protocol):
-    """A `TrainerWorker` of which several ranks compute the same micro-batches together.
+    """A `TrainerWorker` in which several ranks compute the same micro-batches together.
 
     Ranks with the same ``data_parallel_rank`` receive the same micro-batches. On each of them `forward` returns all
-    logprobs, and each computes the same loss and passes it to `backward`, which counts it once. For a worker that is
-    not a `ModelParallelWorker`, every rank has its own micro-batches; `data_ranks_of` handles both.
+    logprobs, and each computes the same loss and passes it to `backward`, which counts it once. With a worker that is
+    not a `ModelParallelWorker`, every rank has its own micro-batches. `data_ranks_of` handles both cases.
     """
 
     @property
@@ -187,70 +187,73 @@ class ModelParallelWorker(TrainerWorker, Protocol):
 
 @runtime_checkable
 class ImageWorker(Protocol):
-    """A `TrainerWorker` that reports whether its model accepts images. A worker without this method accepts none."""
+    """A `TrainerWorker` that reports whether its model accepts images. A worker without this property accepts none."""
 
     @property
     @abstractmethod
     def takes_images(self) -> bool:
         """Return whether `TrainerWorker.forward` accepts `MicroBatch.image_tensors`.
 
-        If not, `forward` raises `UnsupportedError` for them. Other ranks may receive micro-batches with images while
-        this rank's has none, and vice versa.
+        If not, `forward` raises `UnsupportedError` for such batches. Other ranks may receive micro-batches with images
+        while this rank's has none, and vice versa.
         """
 
 
 @runtime_checkable
 class PrefixSharingWorker(Protocol):
-    """A `TrainerWorker` that computes a shared prefix once. A worker without this method computes every segment."""
+    """A `TrainerWorker` that computes a shared prefix once.
+
+    A worker without this property computes every segment separately.
+    """
 
     @property
     @abstractmethod
     def shares_prefixes(self) -> bool:
         """Return whether `TrainerWorker.forward` computes tokens with equal `MicroBatch.prefix_ids_T` once.
 
-        Logprobs and gradients are those of separate segments: the gradient of a shared token is the sum of those of
-        its segments. If not, a run neither sends such ids nor fills micro-batches by them.
+        If so, logprobs and gradients equal those of separate segments: the gradient of a shared token is the sum over
+        its segments. If not, a run sends no such ids, and ignores shared prefixes when it fills micro-batches.
         """
 
 
 @runtime_checkable
 class AdjustableWorker(Protocol):
-    """A `TrainerWorker` whose optimizer another program controls. A worker that is not one uses its own settings."""
+    """A `TrainerWorker` whose optimizer another program can control. Other workers always use their own settings."""
 
     @property
     @abstractmethod
     def takes_step_settings(self) -> bool:
-        """Return whether `TrainerWorker.step` accepts settings, and `TrainerWorker.load` weights without the optimizer.
+        """Return whether `TrainerWorker.step` accepts settings and `TrainerWorker.load` can omit the optimizer.
 
-        If not, both raise `UnsupportedError` for them.
+        If not, such calls raise `UnsupportedError`.
         """
 
 
 @runtime_checkable
 class TargetScoringWorker(Protocol):
-    """A `TrainerWorker` that scores any tokens. A worker without this method scores the packed tokens themselves."""
+    """A `TrainerWorker` that can score any target tokens. One without this property scores only the packed tokens."""
 
     @property
     @abstractmethod
     def scores_target_ids(self) -> bool:
         """Return whether `TrainerWorker.forward` accepts `MicroBatch.target_ids_TK`, for which it returns [T, K].
 
-        If not, `forward` raises `UnsupportedError` for them.
+        If not, `forward` raises `UnsupportedError` for batches with targets.
         """
 
 
 @runtime_checkable
 class ReplayingWorker(Protocol):
-    """A `TrainerWorker` that reports whether it replays the experts of a rollout. One without this method does not."""
+    """A `TrainerWorker` that reports whether it replays the experts of a rollout. Other workers do not."""
 
     @property
     @abstractmethod
     def replays_routing(self) -> bool:
         """Return whether `TrainerWorker.forward` accepts `MicroBatch.routed_experts_TLK`.
 
-        If not, `forward` raises `UnsupportedError` for them. The recorded experts replace those that the model's
-        routers would choose, weighted by the current routers. Other ranks may receive micro-batches with a record while
-        this rank's has none, and vice versa.
+        If not, `forward` raises `UnsupportedError` for such batches. The recorded experts replace those that the
+        model's routers would choose; the current routers still compute their weights. Other ranks may receive
+        micro-batches with a record while this rank's has none, and vice versa.
         """
 
 
@@ -258,31 +261,31 @@ class ReplayingWorker(Protocol):
 class BackgroundSaver(Protocol):
     """A `TrainerWorker` that can also save while it trains.
 
-    At most one save is in progress. Meanwhile every method of `TrainerWorker` may be called; `save` and `load` wait for
-    it first.
+    At most one save is in progress. Meanwhile every method of `TrainerWorker` may be called; `save` and `load` first
+    wait for it to end.
     """
 
     @abstractmethod
     def begin_save(self, path: Path) -> None:
         """Begin to save the current state, as `TrainerWorker.save` does; collective.
 
-        Returns once the state is copied; later changes are not saved. Waits for an earlier save first. If that save
-        failed, its `CheckpointError` is raised on every rank and no new save begins.
+        Returns once the state is copied; later changes are not saved. First waits for any earlier save to end. If that
+        save failed, its `CheckpointError` is raised on every rank and no new save begins.
         """
 
     @abstractmethod
     def finish_save(self, timeout_s: float) -> None:
-        """Return once the save has written its path, or at once if there is none to finish. Not collective.
+        """Return once the checkpoint is complete, or immediately if no save is pending. Not collective.
 
         Raises `CheckpointError` once if the save failed: the earlier checkpoint at the path is still intact, and the
-        state of training is unaffected. Also raises `CheckpointError` if the save continues after ``timeout_s``
+        state of training is unaffected. Also raises `CheckpointError` if the save takes longer than ``timeout_s``
         seconds: it is then still pending, and the call may be repeated.
         """
 
     @property
     @abstractmethod
     def save_pending(self) -> bool:
-        """Return whether a save is in progress on this rank; False once it succeeded or failed. Never waits."""
+        """Return whether a save is in progress on this rank; False once it has succeeded or failed. Never waits."""
 
 
 Phase = Literal["training", "sampling"]
@@ -296,9 +299,9 @@ class MemoryTerm:
     name: str
     size_bytes: int
     remedy: str = ""
-    """How to reduce it."""
+    """How to reduce this part."""
     phase: Phase | None = None
-    """The phase in which the process needs it; None: always."""
+    """The phase in which the process needs this part; None means both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,18 +311,18 @@ class TrainingLoad:
     num_ranks: int
     tokens_per_micro_batch: int
     untrained_models: tuple[Path, ...] = ()
-    """Number of further checkpoints that each rank holds for their logprobs: the initial model, and teachers."""
+    """Further checkpoints that each rank holds to compute logprobs with them: the initial model, and teachers."""
 
 
 @runtime_checkable
 class WorkerKind(Protocol):
-    """A kind of trainer: creates its ranks, and reports what a run must know before it starts them.
+    """A kind of trainer, which creates its ranks and reports what a run must know before it starts them.
 
-    Named by an entry point of the group ``inflight.workers``, or by ``module:attribute``.
+    A configuration names it by an entry point of the group ``inflight.workers``, or by ``module:attribute``.
     """
 
     trains_lora: bool = False
-    """Whether workers with ``lora`` in their settings are a `LoraSource`. A run sets ``lora`` only for such workers."""
+    """Whether workers accept the setting ``lora``, with which they are a `LoraSource`."""
 
     @abstractmethod
     def create(self, settings: Mapping[str, object]) -> TrainerWorker:
@@ -332,7 +335,7 @@ class WorkerKind(Protocol):
         """
 
     def memory(self, settings: Mapping[str, object], load: TrainingLoad) -> Sequence[MemoryTerm] | None:
-        """Return the estimated GPU memory of the largest rank, without its CUDA context; None if unknown.
+        """Return the estimated GPU memory of the rank that needs most, without its CUDA context; None if unknown.
 
         Terms of the phase ``sampling`` are omitted if trainers and servers do not alternate. Raises `ConfigError`
         if the settings or the model cannot be used.
@@ -341,14 +344,14 @@ class WorkerKind(Protocol):
 
 
 class DataRanks(NamedTuple):
-    """A rank's share of the data, counted from 0, and the number of shares."""
+    """The index of a rank's share of the data, counted from 0, and the number of shares."""
 
     rank: int
     size: int
 
 
 def data_ranks_of(worker: TrainerWorker) -> DataRanks:
-    """Return the share of a worker: one per rank, unless several ranks compute a share together."""
+    """Return a worker's share of the data. Each rank has its own, unless several ranks compute one together."""
     if isinstance(worker, ModelParallelWorker):
         return DataRanks(worker.data_parallel_rank, worker.data_parallel_size)
     return DataRanks(worker.rank, worker.world_size)

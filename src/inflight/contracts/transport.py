@@ -28,7 +28,8 @@ class WeightSender(Protocol):
     def is_collective(self) -> bool:
         """Return whether all endpoints receive a bucket at once, while it is sent.
 
-        False: each endpoint reads a bucket on its own after it was sent, so one that fails does not affect the others.
+        If not, each endpoint reads a bucket separately after it was sent, so an endpoint that fails does not affect the
+        others.
         """
 
     @abstractmethod
@@ -37,7 +38,10 @@ class WeightSender(Protocol):
 
     @abstractmethod
     def join(self) -> None:
-        """Join the group just opened; blocks until every rank has joined. Raises `TransferError` after the timeout."""
+        """Join the group that `specs` opened; blocks until every rank has joined.
+
+        Raises `TransferError` after the timeout.
+        """
 
     @abstractmethod
     def begin(self, update: WeightUpdate) -> None:
@@ -45,11 +49,11 @@ class WeightSender(Protocol):
 
     @abstractmethod
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """Send one bucket; blocks until it has left. Raises `TransferError`; the group is then unusable."""
+        """Send one bucket; blocks until it has been sent. Raises `TransferError`; the group is then unusable."""
 
     @abstractmethod
     def end(self, *, is_done: bool) -> None:
-        """End the update. ``is_done`` states that no endpoint will read any of it again."""
+        """End the update. If ``is_done``, no endpoint will read any of its buckets again."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -66,10 +70,10 @@ class WeightReceiver(Protocol):
 
     @abstractmethod
     def begin(self, ref: UpdateRef) -> None:
-        """Prepare to receive the buckets of this update, from the first.
+        """Prepare to receive the buckets of this update, starting with the first.
 
-        Tensors returned so far stay unchanged: an endpoint may serve from them, or decode a delta against them. Memory
-        may be reused only once nothing refers to it.
+        Tensors returned so far stay unchanged: an endpoint may serve from them, or decode a delta against them. Their
+        memory may be reused only once nothing refers to it.
         """
 
     @abstractmethod
@@ -83,43 +87,44 @@ class WeightReceiver(Protocol):
 
 @runtime_checkable
 class ReceivesAhead(Protocol):
-    """A `WeightReceiver` that can also receive the next bucket while the last one is compared."""
+    """A `WeightReceiver` that can also receive the next bucket while the previous one is being verified."""
 
     @abstractmethod
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
         """Start to receive the next bucket in the background; the next `receive` returns it or raises the failure.
 
-        Returns at once. At most one bucket is received ahead; ``specs`` are those of that `receive`, and ``timeout_s``
-        bounds how long the sender may take to begin and to end.
+        Returns immediately. At most one bucket is received ahead. ``specs`` are those of the next `receive`, and
+        ``timeout_s`` limits how long the sender may take to begin and to finish sending.
         """
 
 
 @runtime_checkable
 class SendsFromDevice(Protocol):
-    """A `WeightSender` that may send buckets from where they were gathered, instead of from host memory."""
+    """A `WeightSender` that may send buckets from the device that gathered them, instead of from host memory."""
 
     @property
     @abstractmethod
     def sends_from_device(self) -> bool:
-        """Return whether it sends from there; checksums are then computed on the device, on both sides."""
+        """Return whether it sends from the device; both sides then compute checksums on their devices."""
 
 
 @runtime_checkable
 class ReservesMemory(Protocol):
-    """A `WeightSender` whose memory the caller may write buckets to, which `send` does not copy."""
+    """A `WeightSender` that provides memory for buckets, so that `send` need not copy them."""
 
     @abstractmethod
     def reserve(self, index: int, size_bytes: int) -> torch.Tensor | None:
-        """Return memory for bucket ``index`` of the open update, uint8 [size_bytes]; None if other memory must be sent.
+        """Return memory, uint8 [size_bytes], for bucket ``index`` of the open update.
 
-        Only for updates whose buckets are not encoded. Called in the training thread, in the order of buckets, before
-        `send`. If the update has ended meanwhile, writing to the memory has no effect on later updates.
+        Returns None if the sender cannot provide any; the bucket is then sent from other memory. Called only for
+        updates whose buckets are not encoded, in the training thread, in the order of buckets, before `send`. If the
+        update has ended meanwhile, writing to the memory does not affect later updates.
         """
 
 
 @runtime_checkable
 class Transport(Protocol):
-    """One way to transfer weights: creates its two ends. Instances hold no state.
+    """A method of transferring weights, which creates its two ends. Instances hold no state.
 
     Registered in the entry point group ``inflight.transports``. Creating an instance does not import torch.
     """
@@ -132,19 +137,20 @@ class Transport(Protocol):
     @property
     @abstractmethod
     def spec_type(self) -> type[TransportSpec]:
-        """Return the type of its specs. A server parses untrusted input with it, so every field needs bounds."""
+        """Return the type of the specs. A server parses untrusted input with it, so every field needs bounds."""
 
     @property
     @abstractmethod
     def needs_gpu(self) -> bool:
-        """Return whether both ends are on a GPU."""
+        """Return whether both ends must be on a GPU."""
 
     @abstractmethod
     def sender(self, *, address: str, directory: Path | None) -> WeightSender:
         """Return the trainer's end.
 
-        ``address`` is this machine's address as the endpoints see it. A transport that stores buckets keeps them in
-        ``directory``, or in one that the sender creates if it is None. Raises `ConfigError`.
+        ``address`` is the address at which the endpoints reach this machine. A transport that stores buckets keeps them
+        in ``directory``, or in a directory that the sender creates if it is None. Raises `ConfigError` if the arguments
+        cannot be used.
         """
 
     @abstractmethod

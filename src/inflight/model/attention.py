@@ -1,14 +1,14 @@
 """Causal attention over packed segments, as an attention function of transformers.
 
-Segments of similar length are gathered into one right-padded batch, attended, and put back in place. A token attends
-only to earlier tokens, so padding on the right has no effect and needs no mask.
+Segments of similar length form a class. Each class is gathered into one right-padded batch, attended, and put back in
+place. A token attends only to earlier tokens, so padding on the right has no effect and needs no mask.
 
-Segments may share prefixes. The row then contains each shared token once, every segment is gathered with all of its
-tokens, and the result of a shared token is taken from the first of its segments, because the others compute the same.
+Segments may share prefixes. The row then contains each shared token once, and every segment is gathered with all of its
+tokens. The result for a shared token is taken from the first of its segments, because all of them compute the same.
 Attention is thus computed for every whole segment, and everything else in a layer once for each token of the row.
 
 Shape suffixes: S tokens of all segments, T packed tokens (S without those that repeat a shared prefix), P padded slots,
-N segments of one class, L tokens of its longest, A heads, D head size.
+N segments of one class, L tokens of the longest segment of a class, A heads, D head size.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SEGMENT_ATTENTION = "inflight_segments"
 """Name to pass to transformers as ``attn_implementation``, after `register_segment_attention`."""
 
 _MAX_PADDING = 1.25
-"""A segment joins a class if the longest one there is at most this many times longer. Finer classes need more calls.
-On a CPU, values between 1.1 and 1.5 are equally fast, and 2 is at least a fifth slower."""
+"""A segment joins a class if the longest segment in it is at most this many times as long. Finer classes need more
+calls. On a CPU, values between 1.1 and 1.5 are equally fast, and 2 is at least a fifth slower."""
 _SMALL = 32
 """Segments up to this length share one class: the kernels work on blocks of this size anyway."""
 
 _LONG = 384
-"""Segments from this length on are attended in their own dtype on a CPU, see `computes_wider`."""
+"""On a CPU, segments of at least this length are attended in their own dtype, see `computes_wider`."""
 
 _Classes = tuple[tuple[int, int], ...]
 Function = TypeVar("Function", bound=Callable[..., object])
@@ -62,7 +62,7 @@ _RECURRENT_FIELDS = ("layers_block_type", "block_types", "hybrid_override_patter
 
 @dataclass(frozen=True, slots=True)
 class SlotIndex:
-    """The positions of packed tokens in the padded batches, and of padded tokens in the row."""
+    """The slot of each packed token in the padded batches, and the packed token of each slot."""
 
     token_of_slot_P: torch.Tensor
     """int64 [P]. Padding repeats the last token of its segment."""
@@ -87,13 +87,13 @@ class SharedTokens:
     """The tokens of all segments, and which of them the packed row contains."""
 
     first_T: torch.Tensor
-    """int64 [T], ascending: for each token of the row, the first token of the segments that it stands for."""
+    """int64 [T], ascending: for each token of the row, the index of the first segment token that it stands for."""
     token_S: torch.Tensor
-    """int64 [S]: for each token of the segments, the token of the row that stands for it."""
+    """int64 [S]: for each token of the segments, the index of the row's token that stands for it."""
 
     @staticmethod
     def of(prefix_ids_S: torch.Tensor) -> SharedTokens:
-        """Return the tokens to compute, where tokens with equal ids are preceded by equal tokens and equal these."""
+        """Return the tokens to compute. Tokens with equal ids must be equal, and so must all tokens before them."""
         _, ids_S = torch.unique(prefix_ids_S, return_inverse=True)
         places_S = torch.arange(len(ids_S), device=ids_S.device)
         first_of_id = places_S.new_full((len(ids_S),), len(ids_S)).scatter_reduce(0, ids_S, places_S, "amin")
@@ -102,7 +102,7 @@ class SharedTokens:
         return SharedTokens(is_first_S.nonzero().squeeze(1), (is_first_S.cumsum(0) - 1)[first_S])
 
     def padded(self, num_tokens: int) -> SharedTokens:
-        """Return these tokens with further ones at the end, which are not shared."""
+        """Return these tokens followed by ``num_tokens`` more, which are not shared."""
         added = torch.arange(num_tokens, device=self.first_T.device)
         return SharedTokens(
             torch.cat([self.first_T, added + len(self.token_S)]), torch.cat([self.token_S, added + len(self.first_T)])
@@ -118,7 +118,7 @@ class SegmentPlan:
     max_length: int
     """Tokens of the longest segment."""
     classes: _Classes
-    """(N, L) of each class; their slots follow one another, P in total."""
+    """(N, L) of each class; the slots of one class follow those of the previous one, P in total."""
     index: SlotIndex | None
     """None if all segments have the same length: the padded batch is then a view of the packed row."""
     exchange: HeadExchange | None = None
@@ -126,7 +126,7 @@ class SegmentPlan:
 
     @property
     def num_rows(self) -> int:
-        """The number of the row's tokens that this rank computes."""
+        """The number of tokens of the row that this rank computes."""
         return self.num_tokens if self.exchange is None else self.num_tokens // self.exchange.num_ranks
 
     @staticmethod
@@ -175,8 +175,8 @@ def segment_attention(
 ) -> torch.Tensor:
     """Return causal attention [1, T, A, D] within each segment of a packed row.
 
-    ``query`` is [1, A, T, D]; ``key`` and ``value`` may have fewer heads. ``scaling`` None means 1 / sqrt(D). If ranks
-    share the row, T is the part of this rank, and the call is collective.
+    ``query`` is [1, A, T, D]; ``key`` and ``value`` may have fewer heads. If ``scaling`` is None, it is 1 / sqrt(D). If
+    ranks share the row, T counts only this rank's tokens, and the call is collective.
     """
     heads = [x[0].transpose(0, 1) for x in (query, key, value)]
     if plan.exchange is not None:
@@ -188,21 +188,21 @@ def segment_attention(
 
 
 def repeats_heads(device_type: str, dtype: torch.dtype, *, grouped: bool) -> bool:
-    """Return whether key-value heads are repeated for their query heads, or left to the kernel as groups.
+    """Return whether key-value heads are repeated for their query heads, instead of passed to the kernel in groups.
 
-    On CUDA only the flash kernel and cuDNN's support groups (torch 2.13, aten's ``cuda/sdp_utils.cpp``), and both only
+    On CUDA, only the flash kernel and cuDNN's support groups (torch 2.13, aten's ``cuda/sdp_utils.cpp``), and both only
     in 16 bits. In float32, groups would require the math kernel, which stores all scores: 120 GB for 28 heads and
-    32,768 tokens. The memory-efficient kernel supports repeated heads. On other devices groups save a copy of keys and
-    values, which is 10 % faster in float32 on a CPU.
+    32,768 tokens. The memory-efficient kernel supports repeated heads. On other devices, groups avoid a copy of keys
+    and values, which makes attention 10 % faster in float32 on a CPU.
     """
     return grouped and device_type == "cuda" and dtype.itemsize > 2
 
 
 def computes_wider(query_NALD: torch.Tensor) -> bool:
-    """Return whether attention in 16 bits that needs gradients is computed in float32.
+    """Return whether 16-bit attention that needs gradients is computed in float32.
 
-    On a CPU, the backward of torch's flash kernel (2.13) takes twice as long in bfloat16 as in float32 for segments of
-    96 tokens and as long for 512, conversion included.
+    On a CPU, the backward pass of torch's flash kernel (2.13) takes twice as long in bfloat16 as in float32 for
+    segments of 96 tokens, and equally long for 512 tokens, conversion included.
     """
     is_narrow = query_NALD.device.type == "cpu" and query_NALD.dtype.itemsize == 2
     return is_narrow and query_NALD.requires_grad and query_NALD.shape[2] < _LONG
@@ -211,14 +211,14 @@ def computes_wider(query_NALD: torch.Tensor) -> bool:
 def describe_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool
 ) -> str:
-    """Return which kernel torch uses for attention of such tensors; their contents are not read."""
+    """Return which kernel torch uses for attention with such tensors; their contents are not read."""
     grouped = key.shape[1] != query.shape[1]
     choice = torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, enable_gqa=grouped)
     return _KERNELS.get(SDPBackend(choice), "a kernel specific to the device")
 
 
 def describe_segment_kernel(config: Any, dtype: torch.dtype, device: torch.device) -> str:
-    """Return how `segment_attention` computes in training for a model of transformers' configuration."""
+    """Return how `segment_attention` computes attention when a model with this transformers configuration trains."""
     num_heads, num_kv_heads, head_dim = heads_of(config)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
     repeated = repeats_heads(device.type, dtype, grouped=num_heads != num_kv_heads)
@@ -240,9 +240,9 @@ def heads_of(config: Any) -> tuple[int, int, int]:
 def register_segment_attention(*, in_graphs: bool = True) -> str:
     """Register segment attention with transformers in this process; return its name. Idempotent.
 
-    Models built with that name take a ``segment_plan`` keyword. No mask function is registered under it, so
-    transformers makes no mask. With ``in_graphs`` False, torch's compiler leaves the attention out of its graphs: its
-    shapes are those of the segments, which differ from batch to batch.
+    Models built with that name accept a ``segment_plan`` keyword. No mask function is registered under the name, so
+    transformers makes no mask. If ``in_graphs`` is False, torch's compiler leaves the attention out of its graphs,
+    because its shapes depend on the segments, which differ from batch to batch.
     """
     from transformers import AttentionInterface  # takes a second to import, needed only with a model
 
@@ -261,9 +261,9 @@ def exclude_from_graphs(function: Function) -> Function:
 
 
 def check_model_is_supported(config: Any) -> None:
-    """Raise `UnsupportedError` unless a transformers configuration describes full causal attention and a plain head.
+    """Raise `UnsupportedError` unless a transformers configuration describes a decoder with full causal attention.
 
-    The head is computed outside the model, so scaled or capped logits are refused too.
+    Models that scale or cap their logits are refused too, because inflight computes the logits outside the model.
     """
     config = getattr(config, "text_config", None) or config
     name = getattr(config, "model_type", type(config).__name__)
@@ -303,7 +303,7 @@ def _attention_of_layer(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Call `segment_attention` for a layer of transformers. Raises `UnsupportedError` for other attention."""
+    """Call `segment_attention` for a layer of transformers. Raises `UnsupportedError` for other kinds of attention."""
     layer = type(module).__name__
     if segment_plan is None:
         raise UnsupportedError(
@@ -372,7 +372,7 @@ def _to_packed(classes_NALD: list[torch.Tensor], plan: SegmentPlan) -> torch.Ten
 
 
 class _ToPadded(torch.autograd.Function):
-    """Packed row to padded classes.
+    """Copies a packed row to padded classes.
 
     Padding has no gradient, so the backward pass is also a plain gather; for shared tokens it is the sum over their
     slots.
@@ -395,7 +395,7 @@ class _ToPadded(torch.autograd.Function):
 
 
 class _ToPacked(torch.autograd.Function):
-    """Padded classes to the packed row; padding receives a gradient of zero."""
+    """Copies padded classes to the packed row; padding receives a gradient of zero."""
 
     @staticmethod
     def forward(ctx: Any, index: SlotIndex, classes: _Classes, *classes_NLAD: torch.Tensor) -> torch.Tensor:

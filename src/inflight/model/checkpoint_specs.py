@@ -1,4 +1,4 @@
-"""The model's sizes and tensors, from the config and the headers of a checkpoint directory. Does not import torch."""
+"""A model's sizes and tensors, read from a checkpoint's config and file headers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors itself
 
 
 def config_of(directory: Path) -> Mapping[str, Any]:
-    """Return the ``config.json`` of a checkpoint directory, empty if it cannot be read."""
+    """Return the ``config.json`` of a checkpoint directory; empty if it cannot be read."""
     try:
         config = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
@@ -25,7 +25,7 @@ def config_of(directory: Path) -> Mapping[str, Any]:
 
 
 def config_number(config: Mapping[str, Any], key: str) -> int | None:
-    """Return a number that a ``config.json`` gives for the model or its text part, None if it gives none."""
+    """Return a number that a ``config.json`` states for the model or its text part; None if it states none."""
     try:
         return int(config.get(key) or config["text_config"][key])
     except (KeyError, TypeError, ValueError):
@@ -36,7 +36,7 @@ def checkpoint_of(url: str, directory: Path, dtype: str) -> tuple[int, tuple[Ten
     """Return the vocabulary size of the model that the server at ``url`` serves in ``dtype``, and its loadable tensors.
 
     The latter is None if the checkpoint's ``directory`` cannot be read here; the engine then refuses wrong tensors
-    itself. Raises `ConfigError`.
+    itself. Raises `ConfigError` if the dtype is not supported, or the vocabulary size or the tensors cannot be read.
     """
     if dtype not in DTYPE_SIZES:
         raise ConfigError(
@@ -52,10 +52,10 @@ def checkpoint_of(url: str, directory: Path, dtype: str) -> tuple[int, tuple[Ten
 
 
 def tensor_specs_of(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
-    """Return the specs of a checkpoint's tensors as they are sent in ``dtype``, a wire dtype.
+    """Return the specs of a checkpoint's tensors as they are sent in the wire dtype ``dtype``.
 
-    Files that an index does not list are omitted. Raises `ConfigError` if the directory has no safetensors, or if a
-    file's header cannot be read.
+    If there is an index, files that it does not list are ignored. Raises `ConfigError` if the directory has no
+    safetensors files, or if a file's header cannot be read.
     """
     files = sorted(directory.glob("*.safetensors"))
     if listed := _listed_in_the_index(directory):
@@ -72,7 +72,7 @@ def tensor_specs_of(directory: Path, dtype: str) -> tuple[TensorSpec, ...]:
 
 
 def _listed_in_the_index(directory: Path) -> set[str]:
-    """Return the names of the files in a checkpoint's index, empty if it has none."""
+    """Return the names of the files in a checkpoint's index; empty if it has no index."""
     try:
         return {
             name_of_file_beside(name) for name in json.loads((directory / _INDEX).read_text())["weight_map"].values()

@@ -1,4 +1,4 @@
-"""Loading a causal language model and its tokenizer from a local directory, with specific errors.
+"""Loading a causal language model and its tokenizer from a local directory, with specific error messages.
 
 Nothing is downloaded and nothing is unpickled: weights are read from safetensors only.
 """
@@ -28,8 +28,8 @@ _INDEX = "model.safetensors.index.json"
 def load_config(path: Path) -> Any:
     """Return the transformers config of a model directory.
 
-    Raises `ConfigError` if the directory does not hold a causal language model, `UnsupportedError` if the model can be
-    neither trained nor served here.
+    Raises `ConfigError` if the directory does not contain a causal language model, and `UnsupportedError` if inflight
+    can neither train nor serve the model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -69,7 +69,7 @@ def load_config(path: Path) -> Any:
 
 
 def _has_class_of(config: Any, architectures: Sequence[str]) -> bool:
-    """Return whether a checkpoint has the class that transformers creates for a configuration with images."""
+    """Return whether the architectures include the class that transformers uses for a configuration with images."""
     models = _model_class(config)._model_mapping
     return type(config) in models and models[type(config)].__name__ in architectures
 
@@ -82,7 +82,7 @@ def _model_class(config: Any) -> Any:
 
 
 def _attention_of(config: Any, attention: str) -> str | dict[str, str]:
-    """Return ``attn_implementation``: a vision tower attends as transformers does."""
+    """Return ``attn_implementation``: a vision tower keeps an attention function of transformers."""
     return {"text_config": attention, "vision_config": "sdpa"} if takes_images(config) else attention
 
 
@@ -105,7 +105,11 @@ def check_weights(path: Path) -> None:
 def load_causal_lm(
     path: Path, *, attention: str, dtype: str | None = None, device: torch.device | str = "cpu"
 ) -> torch.nn.Module:
-    """Return the model of a directory. ``attention`` is a registered attention function; ``dtype`` None: as stored."""
+    """Return the model of a directory. If ``dtype`` is None, the stored dtype is kept.
+
+    ``attention`` is the name of a registered attention function. Raises `ConfigError` if the weights are damaged, do
+    not fit the config or cannot be loaded, and the errors of `load_config`.
+    """
     config = load_config(path)
     _weight_files(path)
     check_checkpoint(path, only_weights=True)
@@ -132,19 +136,23 @@ def load_causal_lm(
 
 
 def published_name(name: str) -> str:
-    """Return the name that a tensor of a vision tower has in published checkpoints, and in engines.
+    """Return the name that a tensor of a vision tower has in published checkpoints and in engines.
 
-    transformers 5 drops a part of it when it loads them, and does not put it back in models that it did not load.
+    transformers 5 drops a part of the name when it loads a checkpoint, and does not restore that part for a model that
+    it did not load.
     """
     return re.sub(r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.", name)
 
 
 EXPERT_PARTS = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
-"""Parameters of all experts of a layer, and what their matrices are stored as, one expert at a time."""
+"""Parameters that hold all experts of a layer, and the names of the matrices that checkpoints store for each expert."""
 
 
 def stored_shapes(model: Any, name: str, parameter: torch.Tensor, held: Collection[str]) -> dict[str, tuple[int, ...]]:
-    """Return the tensors as which transformers stores a parameter; ``held`` are the names in the model's checkpoint."""
+    """Return the names and shapes of the tensors in which transformers stores a parameter.
+
+    ``held`` are the names in the model's checkpoint.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     stored = revert_weight_conversion(model, {name: torch.empty(parameter.shape, device="meta")})
@@ -157,7 +165,7 @@ def stored_shapes(model: Any, name: str, parameter: torch.Tensor, held: Collecti
 def stored_names(model: Any) -> dict[str, str]:
     """Return the name under which each parameter of a loaded model is stored, by the parameter's own name.
 
-    For a model that takes no images, this is the parameter's own name.
+    For a model that does not accept images, this is the parameter's own name.
     """
     if not takes_images(model.config):
         return {name: name for name, _ in model.named_parameters()}
@@ -165,7 +173,7 @@ def stored_names(model: Any) -> dict[str, str]:
 
 
 def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
-    """Return the model of a directory with parameters on the meta device and filled buffers on the CPU.
+    """Return the model of a directory, with its parameters on the meta device and filled buffers on the CPU.
 
     No weights are read. Raises the errors of `load_config`, and `UnsupportedError` if the model has a buffer that its
     class does not fill.
@@ -192,12 +200,12 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
 
 
 def _experts_of(dtype: str | None) -> dict[str, str]:
-    """Return how transformers computes experts: torch has no grouped matrix products in float64."""
+    """Return how transformers must compute experts: torch has no grouped matrix products in float64."""
     return {"experts_implementation": "eager"} if dtype == "float64" else {}
 
 
 def _model_of(model: Any, name: str) -> Any:
-    """Return the innermost model around the part of this name: a vision tower fills its own buffers."""
+    """Return the innermost model that contains the named part: a vision tower fills its own buffers."""
     while name:
         name = name.rpartition(".")[0]
         if hasattr(part := model.get_submodule(name), "_init_weights"):
@@ -231,7 +239,7 @@ def load_tokenizer(path: Path) -> Any | None:
 
 
 def max_model_len_of(config: Any) -> int:
-    """Return the longest sequence that the model's positions allow."""
+    """Return the length of the longest sequence that the model's positions allow."""
     return int(config.get_text_config().max_position_embeddings)
 
 
@@ -243,7 +251,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The file of a tensor, and the contents of its header. ``dtype`` is None if it is not one that can be trained."""
+    """The file of a tensor, and its shape and dtype in the file's header; None for a dtype that cannot be trained."""
 
     file: Path
     shape: tuple[int, ...]
@@ -253,8 +261,9 @@ class StoredTensor:
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors in the safetensors files of a model directory, from the headers alone.
 
-    The files are those of its index, or all of them without an index. Raises a `ConfigError` if there are none; it
-    names any file that is missing or cannot be read, and the tensor at which a file is cut off.
+    The files are those that the index lists, or all safetensors files if there is no index. Raises `ConfigError` if
+    there are none, or if a file is missing, cannot be read or is cut off. The error names the file, and the tensor at
+    which it is cut off.
     """
     found: dict[str, StoredTensor] = {}
     for file in _weight_files(path):
@@ -272,9 +281,9 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 def fitting_tensors(
     path: Path, wanted: Mapping[str, Sequence[int]], *, known: Collection[str] = (), ignored: Sequence[str] = ()
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory, which must be the ``wanted`` ones, with these shapes. Raises `ConfigError`.
+    """Return the tensors of a directory. Raises `ConfigError` unless it has all ``wanted`` tensors in these shapes.
 
-    Further tensors are refused unless their name is ``known`` or matches an ``ignored`` pattern.
+    Other tensors are refused unless their name is ``known`` or matches an ``ignored`` pattern.
     """
     stored = stored_tensors(path)
     problems = []

@@ -1,6 +1,6 @@
-"""Checksums of the files of a trainer's checkpoint: damaged weights are detected when they are loaded.
+"""Checksums of the files of a trainer's checkpoint, with which damaged weights are detected when they are loaded.
 
-``trainer.json`` contains the XXH3 of every 64 MiB of each file with tensors, so that ranks share the work.
+``trainer.json`` contains the XXH3 checksum of every 64 MiB of each file with tensors, so that ranks can share the work.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ TRAINER = "trainer.json"
 CHECKSUMS = "checksums"
 _CHUNK_BYTES = 64 << 20
 _MASK = (1 << 63) - 1
-"""A checksum fits in a signed 64-bit integer."""
+"""Cuts a checksum to 63 bits, so that it fits in a signed 64-bit integer."""
 
 
 def checksums_of(file: Path, rank: int = 0, world_size: int = 1) -> list[int]:
-    """Return the checksum of each 64 MiB of a file; 0 for those of other ranks."""
+    """Return the checksum of each 64 MiB of a file; 0 for the parts of other ranks."""
     found = []
     with file.open("rb") as content:
         for index in range(-(-file.stat().st_size // _CHUNK_BYTES)):
@@ -46,7 +46,7 @@ def check_file(file: Path, expected: Sequence[int], rank: int = 0, world_size: i
 
 
 def checksums_in(path: Path) -> Mapping[str, Sequence[int]]:
-    """Return the checksums of each file of a checkpoint; none if the directory is not a checkpoint that has them.
+    """Return the checksums of each file of a checkpoint; empty if the directory contains no checksums.
 
     Raises ``ValueError`` if they cannot be read.
     """
@@ -62,7 +62,7 @@ def checksums_in(path: Path) -> Mapping[str, Sequence[int]]:
 def check_checkpoint(path: Path, *, only_weights: bool = False) -> None:
     """Raise `ConfigError` if a file in a directory differs from the checksums that a trainer saved with it, if any.
 
-    ``only_weights`` omits the files of subdirectories, such as the optimizer's.
+    With ``only_weights``, files in subdirectories, such as the optimizer's, are not checked.
     """
     try:
         for name, expected in checksums_in(path).items():

@@ -1,4 +1,4 @@
-"""The requirements of torch's compiler on a machine."""
+"""What torch's compiler requires of a machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from inflight.errors import ConfigError
 
 
 def check_compiler(device: torch.device, option: str) -> None:
-    """Raise `ConfigError` that names what is missing if torch cannot compile for ``device``, as ``option`` requires."""
+    """Raise a `ConfigError` that names what is missing if torch cannot compile for ``device``.
+
+    ``option`` names the setting that requires the compiler.
+    """
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
     from torch.utils._triton import has_triton

@@ -1,8 +1,8 @@
-"""Attention over a packed row that is split over ranks, which exchange tokens for heads.
+"""Attention over a packed row that is split across ranks, which exchange tokens for heads.
 
-Before the attention, every rank receives all tokens of some heads; afterwards, all heads of its tokens
-(DeepSpeed-Ulysses, arXiv:2309.14509, section 3). Each token of each head is sent once and is not computed twice, so the
-sums are those of one rank.
+Before the attention, every rank receives all tokens of some heads; afterwards, it receives all heads of its own tokens
+(DeepSpeed-Ulysses, arXiv:2309.14509, section 3). Each token of each head is sent once and computed once, so sums are
+the same as on one rank.
 
 Shape suffixes: T packed tokens, R tokens of one rank, A heads, P heads of one rank, D head size, C ranks.
 """
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """The ranks of one packed row; rank i of the group holds the i-th of equal parts."""
+    """The ranks that share one packed row; rank i of the group holds the i-th of its equal parts."""
 
     group: dist.ProcessGroup
 
@@ -39,9 +39,10 @@ class HeadExchange:
     def with_divisible_heads(
         self, query_RAD: torch.Tensor, key_RAD: torch.Tensor, value_RAD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return queries, keys and values with numbers of heads that the ranks divide, as they divide those of queries.
+        """Return queries, keys and values whose numbers of heads are divisible by the number of ranks.
 
-        Key-value heads that they do not divide are repeated for their query heads.
+        The number of query heads already is. If that of key-value heads is not, these are repeated for their query
+        heads.
         """
         num_heads, num_kv_heads = query_RAD.shape[1], key_RAD.shape[1]
         if num_kv_heads % self.num_ranks:

@@ -1,7 +1,7 @@
-"""Images of prompts: decoding them, placing them among tokens, and processing them with the model's own processor.
+"""Images in prompts: decoding them, placing them among tokens, and processing them with the model's own processor.
 
-A model of a known family replaces placeholder tokens with the features of images, one token after another, with
-positions that count tokens. torch is imported with the first processor.
+A model of a supported family replaces each placeholder token with one feature of an image, and every token takes one
+position. torch is imported only when a processor is loaded.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     import torch
 
 FAMILIES = ("llava",)
-"""The supported values of ``model_type``: features replace placeholders, with one position for each token."""
+"""The supported values of ``model_type``: their features replace placeholders, and each token takes one position."""
 
 _TOWERS = ("siglip_vision_model", "clip_vision_model")
 """The supported vision towers, which produce the same number of features for every image."""
 _MAX_PIXELS = 1 << 24
-"""Limit for decoding an image: a few kilobytes can expand to gigabytes."""
+"""The largest image that is decoded: a few kilobytes can expand to gigabytes."""
 _NUM_CACHED = 64
 """Number of images whose tensors are kept, because the completions of a group share them."""
 
@@ -50,14 +50,17 @@ def check_family(config: Any) -> None:
 
 
 def image_url_of(image: Any) -> str:
-    """Return an image of Pillow as the data URL of a PNG."""
+    """Return a Pillow image as a data URL that contains a PNG file."""
     content = io.BytesIO()
     image.save(content, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
 
 
 def decoded(url: ImageUrl) -> Any:
-    """Return the image of a data URL as Pillow's, in RGB. Raises `InvalidRequestError` if it cannot be decoded."""
+    """Return the image in a data URL as a Pillow image in RGB.
+
+    Raises `InvalidRequestError` if it cannot be decoded.
+    """
     try:
         from PIL import Image
     except ImportError as error:
@@ -73,9 +76,9 @@ def decoded(url: ImageUrl) -> Any:
 
 
 class ImageProcessor:
-    """The images of one model, with its own processor from transformers.
+    """Processes the images for one model with the model's own processor from transformers.
 
-    A client uses it to place images among token ids, an engine and a trainer use it to compute the inputs of the vision
+    Clients use it to place images among token ids; engines and trainers use it to compute the inputs of the vision
     tower.
     """
 
@@ -87,7 +90,10 @@ class ImageProcessor:
         self._made = lru_cache(maxsize=_NUM_CACHED)(self._make)
 
     def num_tokens(self, url: ImageUrl) -> int:
-        """Return how many placeholder tokens an image fills. Raises `InvalidRequestError` if it cannot be decoded."""
+        """Return how many placeholder tokens an image fills.
+
+        Raises `InvalidRequestError` if the image cannot be decoded.
+        """
         return self._made(url)[0]
 
     def tensors(self, urls: Iterable[ImageUrl]) -> dict[str, torch.Tensor]:
@@ -100,10 +106,10 @@ class ImageProcessor:
     def placed(
         self, token_ids: Sequence[int], urls: Sequence[ImageUrl], start: int = 0
     ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-        """Return rendered tokens with the placeholder of each image repeated, and the images' places.
+        """Return rendered tokens with each image's placeholder repeated as often as needed, and the placed images.
 
-        ``start`` is the number of tokens before these. Raises `InvalidRequestError` unless the rendered tokens have one
-        placeholder for each image.
+        ``start`` is the number of tokens that precede these. Raises `InvalidRequestError` unless the rendered tokens
+        have one placeholder for each image.
         """
         num_found = sum(token_id == self.placeholder_id for token_id in token_ids)
         if num_found != len(urls):
@@ -124,7 +130,7 @@ class ImageProcessor:
         return tuple(placed), tuple(images)
 
     def check(self, token_ids: Sequence[int], images: Iterable[PromptImage]) -> None:
-        """Raise `InvalidRequestError` unless each image fills as many placeholders as it announces."""
+        """Raise `InvalidRequestError` unless each image fills exactly the placeholders that it states."""
         for index, image in enumerate(images):
             needed = self.num_tokens(image.url)
             if image.num_tokens != needed:
@@ -166,7 +172,7 @@ def load_image_processor(path: Path) -> ImageProcessor | None:
 
 
 def as_parts(message: Message) -> Message:
-    """Return a message with its content as a list of parts, as chat templates of models with images expect it.
+    """Return a message with its content as a list of parts, as the chat templates of models with images expect it.
 
     Raises `InvalidRequestError` for a part that is neither a text nor an image.
     """

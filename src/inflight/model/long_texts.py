@@ -1,7 +1,7 @@
-"""Tokenising texts whose length clients choose, with memory in proportion to a context.
+"""Tokenising texts whose length clients choose, with memory proportional to the size of the context.
 
-A tokenizer needs a hundred bytes for each character and each token, so a text that cannot fit is refused beforehand,
-and long ones are tokenised one at a time.
+A tokenizer needs about a hundred bytes for each character and each token. A text that cannot fit is therefore refused
+before it is tokenised, and long texts are tokenised one at a time.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 from inflight.errors import ContextFullError
 
 LONG_TEXT = 16 * 1024
-"""Length in characters from which a text is checked before it is tokenised; shorter ones cost little."""
+"""Texts of up to this many characters are tokenised without being checked, because they need little memory."""
 _MOST_PER_TOKEN = 32
-"""Number of characters that tokens may have on average: prose has four, code has fewer."""
+"""Largest average number of characters per token: prose has four, and code has fewer."""
 _SLACK = 64
-"""Largest number of tokens that a cut through a text adds."""
+"""Largest number of tokens that cutting a text in two adds."""
 _one_at_a_time = threading.Lock()
 
 
 def tokenise(tokenizer: Any, text: str, max_tokens: int | None, *, add_special_tokens: bool = False) -> list[int]:
     """Return the tokens of a text. Raises `ContextFullError` if it cannot fit in a context of ``max_tokens``.
 
-    A slightly longer text is still returned. Blocks: call it in a thread if the text is long.
+    A text that is only slightly too long is still tokenised. Blocks: call it in a thread if the text is long.
     """
     if len(text) <= LONG_TEXT:
         return _ids(tokenizer, text, add_special_tokens)

@@ -13,20 +13,20 @@ from inflight.wire import LoraSpec
 
 
 class LoraSettings(Section):
-    """A LoRA as a worker trains it, in PEFT's terms: ``r``, ``lora_alpha``, ``target_modules``, ``lora_dropout``."""
+    """The LoRA that a worker trains. PEFT names: ``r``, ``lora_alpha``, ``target_modules``, ``lora_dropout``."""
 
     rank: int = Field(ge=1, le=65536)
     """The inner dimension of the two factors, A and B."""
     alpha: float = Field(gt=0, le=1_000_000)
     """Each changed weight is its base plus ``alpha / rank`` times B A."""
     targets: tuple[str, ...] | Literal["all-linear"]
-    """The linear layers that are changed, by their names or the ends of their names, such as ``q_proj``;
-    ``all-linear``: all those of the decoder layers."""
+    """The linear layers that the LoRA changes, given by their names or the ends of their names, such as ``q_proj``;
+    ``all-linear`` means all linear layers in the decoder layers."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Dropout rate of the LoRA's inputs, drawn again in each forward pass with gradients. The trainer's logprobs then
+    """Dropout rate of the LoRA's inputs. Each forward pass with gradients draws a new mask. The trainer's logprobs then
     differ from those of the servers, which do not use dropout."""
     seed: int = Field(default=0, ge=0)
-    """Seed of A, which PEFT also initialises at random, and of the dropout. B starts as zeros."""
+    """Seed for the random initial values of A, as in PEFT, and for the dropout. B starts as zeros."""
 
     @model_validator(mode="after")
     def _names_targets_once(self) -> LoraSettings:

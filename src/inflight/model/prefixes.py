@@ -1,4 +1,4 @@
-"""Which tokens of a step's sequences have the same prefix, for which a model therefore computes the same values.
+"""Which tokens of a step's sequences have the same prefix, so that a model computes the same values for them.
 
 Completions of a group share their prompt. Turns and branches of an episode share the conversation so far, and all
 sequences rendered by one chat template share its first tokens.
@@ -18,9 +18,9 @@ Int64s = npt.NDArray[np.int64]
 
 
 def shared_prefixes(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int]]:
-    """Return an order of the rollouts in which common prefixes are adjacent, and the lengths of these prefixes.
+    """Return an order that places rollouts with common prefixes next to each other, and the lengths of the prefixes.
 
-    The k-th length is the number of first tokens that the k-th rollout of the order shares with the one before it. A
+    The k-th length is the number of leading tokens that the k-th rollout in this order shares with the one before it. A
     prefix never ends within an image.
     """
     order, lengths = _shared(_keys(rollouts))
@@ -30,7 +30,7 @@ def shared_prefixes(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int]]:
 def prefix_ids(rollouts: Sequence[Rollout]) -> Int64s:
     """Return `MicroBatch.prefix_ids_T` of rollouts that are packed in this order.
 
-    The id of a token is the first packed token with the same prefix.
+    The id of a token is the index of the first packed token with the same prefix.
     """
     return _ids([it.num_tokens for it in rollouts], *shared_prefixes(rollouts))
 
@@ -61,7 +61,7 @@ def _ids(num_tokens: Sequence[int], order: Sequence[int], lengths: Sequence[int]
 
 
 def _keys(rollouts: Sequence[Rollout]) -> list[npt.NDArray[np.void]]:
-    """Return what a model computes each token of a rollout from: its id or image, and its recorded experts."""
+    """Return the inputs from which a model computes each token of a rollout: its id or image, and its experts."""
     urls: dict[str, int] = {}
     records = [it.routed_experts for it in rollouts]
     width = max((record.row_bytes for record in records if record is not None), default=0)
@@ -80,7 +80,7 @@ def _keys(rollouts: Sequence[Rollout]) -> list[npt.NDArray[np.void]]:
 
 
 def _outside_images(rollout: Rollout, length: int) -> int:
-    """Return a length, or the start of the image that it would cut."""
+    """Return ``length``, or the start of the image that a prefix of this length would cut."""
     return next((image.start for image in rollout.images if image.start < length < image.end), length)
 
 

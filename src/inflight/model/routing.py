@@ -1,6 +1,6 @@
-"""The routers of a mixture of experts of transformers: recording which experts they choose, and replaying a choice.
+"""The routers of mixture-of-experts models in transformers: recording their choices of experts, and replaying them.
 
-A router is recognised by its behaviour: a module that computes exactly one top-k and returns its indices last.
+A router is recognised by its behaviour: it is a module that computes exactly one top-k and returns its indices last.
 Replaying replaces the result of that top-k, so the model itself still computes the experts' weights, their
 normalisation and their gradients.
 
@@ -27,8 +27,8 @@ from inflight.types import FREE_EXPERT
 Experts = npt.NDArray[Any]
 """uint8 or uint16 [T, L, K]; the maximum of the dtype means no expert."""
 REPLAYED = "routed_experts_TLK"
-"""Keyword of a base model's forward, once `replay_routing` has prepared it: int64 [T, L, K], `FREE_EXPERT` where a
-token is routed freely."""
+"""Keyword that a base model's forward pass accepts after `replay_routing`: int64 [T, L, K], `FREE_EXPERT` where the
+router chooses the experts of a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class Routers:
 
 
 def decoder_layers(causal_lm: Any) -> list[nn.Module]:
-    """Return the decoder layers of a model of transformers, in order."""
+    """Return the decoder layers of a transformers model, in order."""
     names = causal_lm._no_split_modules or ()
     return [module for module in causal_lm.get_decoder().modules() if type(module).__name__ in names]
 
 
 def routers_of(causal_lm: Any) -> Routers | None:
-    """Return the routers of a model; None if it has no experts, or if its way of routing is not supported."""
+    """Return the routers of a model; None if it has no experts, or if its routing is not supported."""
     found = [_router_in(layer) for layer in decoder_layers(causal_lm)]
     routers = [router for router in found if isinstance(router, nn.Module)]
     if not routers or "unknown" in found:
@@ -68,7 +68,7 @@ def routers_of(causal_lm: Any) -> Routers | None:
 
 
 def _router_in(layer: nn.Module) -> nn.Module | str | None:
-    """Return the router of a layer, None if it has no experts, or ``"unknown"`` if no module looks like a router."""
+    """Return the router of a layer, None if it has no experts, or ``"unknown"`` if the router cannot be determined."""
     routers = [it for it in layer.modules() if hasattr(it, "top_k") and hasattr(it, "num_experts") and _has_weight(it)]
     if len(routers) == 1:
         return routers[0]
@@ -81,7 +81,7 @@ def _has_weight(module: nn.Module) -> bool:
 
 
 def _is_known(router: nn.Module) -> bool:
-    """Test a router on a token without data: whether it computes one top-k, and returns its indices last."""
+    """Return whether a router computes one top-k and returns its indices last, as tested on the meta device."""
     tried: Any = copy.deepcopy(router).to("meta")
     mode = _ReplacedTopK(None)
     hidden = torch.empty(1, tried.weight.shape[1], device="meta", dtype=tried.weight.dtype)
@@ -95,7 +95,7 @@ def _is_known(router: nn.Module) -> bool:
 
 
 class _ReplacedTopK(TorchFunctionMode):
-    """Counts the top-k within, and replaces their results if there is something to replay."""
+    """Counts the calls of top-k in its context, and replaces their results if there are experts to replay."""
 
     def __init__(self, replayed_TK: torch.Tensor | None) -> None:
         super().__init__()
@@ -122,17 +122,17 @@ class _ReplacedTopK(TorchFunctionMode):
 
 
 class RoutingRecorder:
-    """Records which experts a model's routers choose, within `recording` only; it has no cost otherwise."""
+    """Records which experts a model's routers choose, but only within `recording`; it has no cost otherwise."""
 
     def __init__(self, routers: Routers) -> None:
         self._routers = routers
         self._chosen: dict[int, torch.Tensor] = {}
         self.dtype: type[np.uint8] | type[np.uint16] = np.uint8 if routers.num_experts <= 255 else np.uint16
-        """The dtype of the numbers; its maximum means no expert."""
+        """The dtype of the expert numbers; its maximum means no expert."""
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the next forward of the model, for one `take`."""
+        """Record the model's next forward pass, which `take` then returns once."""
         self._chosen = {}
         handles = [
             router.register_forward_hook(functools.partial(self._note, layer))
@@ -149,7 +149,7 @@ class RoutingRecorder:
         self._chosen[layer] = output[-1]
 
     def take(self) -> Experts:
-        """Return [T, L, K] of the recorded forward pass; layers without experts have the dtype's maximum."""
+        """Return the experts [T, L, K] of the recorded pass; layers without experts have the dtype's maximum."""
         stacked_LTK = torch.stack(list(self._chosen.values())).cpu().numpy()
         num_tokens = stacked_LTK.shape[1]
         experts_TLK = np.full((num_tokens, *self._routers.shape), np.iinfo(self.dtype).max, self.dtype)
@@ -163,7 +163,7 @@ class RoutingRecorder:
 
 
 def replay_routing(causal_lm: Any, routers: Routers) -> None:
-    """Make a model's forward pass accept `REPLAYED`: experts that replace those that its routers would choose.
+    """Make a model's forward pass accept `REPLAYED`, the experts that replace those that its routers would choose.
 
     The argument is passed to each layer, so that a layer that is recomputed in the backward pass receives the same
     experts.
@@ -176,7 +176,7 @@ def replay_routing(causal_lm: Any, routers: Routers) -> None:
 
 
 class _Replaying:
-    """The forward of one router, which replays the experts that its layer received."""
+    """The forward pass of one router, which replays the experts that its layer received."""
 
     def __init__(self, router: Any) -> None:
         self._forward: Callable[..., Any] = router.forward

@@ -20,12 +20,12 @@ class ModelShape:
     """The sizes of a model."""
 
     tensors: Mapping[str, tuple[int, ...]]
-    """Shape of each parameter by its name; the matrices of all experts are one, with an expert in each row."""
+    """Shape of each parameter by its name; the matrices of all experts are stacked along a new first dimension."""
     hidden_size: int
     intermediate_size: int
     """Intermediate size of one expert, if there are experts."""
     num_experts_per_token: int
-    """Number of experts per token; 0: an MLP without experts."""
+    """Number of experts per token; 0 for an MLP without experts."""
     num_layers: int
     num_heads: int
     num_kv_heads: int
@@ -41,9 +41,9 @@ class ModelShape:
 
 
 def model_shape(path: Path) -> ModelShape:
-    """Return the shape of the model in a directory, from config.json and the files' headers.
+    """Return the shape of the model in a directory, from ``config.json`` and the files' headers.
 
-    Raises `ConfigError` if they cannot be read, or leave a size open.
+    Raises `ConfigError` if they cannot be read, or do not determine a size.
     """
     config = config_of(path)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 
 def special_token_ids(directory: Path) -> frozenset[int]:
-    """Return the ids that decoding without special tokens omits; empty if the tokenizer's files cannot be read.
+    """Return the ids that are omitted when special tokens are skipped in decoding.
 
-    Tokens that are only in a file of another format, such as ``tokenizer.model``, are not among them.
+    Empty if the tokenizer's files cannot be read. Special tokens that appear only in a file of another format, such as
+    ``tokenizer.model``, are not included.
     """
     added = _read(directory / "tokenizer.json").get("added_tokens")
     decoder = _read(directory / "tokenizer_config.json").get("added_tokens_decoder")

@@ -1,4 +1,4 @@
-"""Restrictions on model directories from elsewhere: they may not run their own code, or name files outside."""
+"""Restrictions on model directories from others: they may neither run their own code nor name files elsewhere."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ and processor. Otherwise such a directory is refused, without a prompt."""
 
 
 def trusts_remote_code() -> bool:
-    """Return whether the user has allowed code of model directories, by `TRUST_VARIABLE`."""
+    """Return whether the user has set `TRUST_VARIABLE`, which allows model directories to run their own code."""
     return os.environ.get(TRUST_VARIABLE) == "1"
 
 
 def name_of_file_beside(name: str) -> str:
-    """Return a name that an index lists. Raises ``ValueError`` if it leaves the directory of the index."""
+    """Return a file name from an index. Raises ``ValueError`` unless it names a safetensors file beside the index."""
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
         raise ValueError(f"it lists {name!r}, which is not the name of a file beside it")
     return name

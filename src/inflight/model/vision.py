@@ -1,4 +1,4 @@
-"""Images as embeddings among those of tokens, in a model with a vision tower of a supported family, see `images`.
+"""Embeddings of images among those of tokens, for models with a vision tower of a supported family (see `images`).
 
 Shape suffixes: T packed tokens, H hidden, M placeholder tokens.
 """
@@ -14,9 +14,9 @@ import torch
 def embedded(
     causal_lm: Any, token_ids_T: torch.Tensor, rows_M: torch.Tensor, tensors: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Return the embeddings [T, H] of packed tokens, those of the rows replaced by the features of images in order.
+    """Return the embeddings [T, H] of packed tokens, with the features of images in the rows ``rows_M``, in order.
 
-    Raises ``ValueError`` if the numbers differ.
+    Raises ``ValueError`` if the number of features differs from that of rows.
     """
     embeddings_TH: torch.Tensor = causal_lm.get_input_embeddings()(token_ids_T)
     features_MH = image_features(causal_lm, tensors, embeddings_TH)
