@@ -1,4 +1,4 @@
-"""Trainer workers on torch's ``fully_shard``: the worker classes, and the kinds registered as entry points."""
+"""Trainer workers based on torch's ``fully_shard``, and the worker kinds that are registered as entry points."""
 
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.kinds import DEEPSPEED, FSDP, MEGATRON, TORCHTITAN

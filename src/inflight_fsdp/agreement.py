@@ -15,12 +15,10 @@ _MESSAGE_BYTES = 2048
 
 
 def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
-    """Return the failure of the lowest rank that has one, the same on every rank.
+    """Return the failure of the lowest rank that has failed, or None; collective over a group of all ranks.
 
-    Collective over a group of all ranks.
-
-    A message from another rank names that rank. The group must be able to communicate from ``device``; None is the
-    default group.
+    Every rank returns the same failure, preceded by the rank's name on the other ranks. The group must be able to
+    communicate from ``device``; None means the default group.
     """
     if dist.get_world_size() == 1:
         return failure
@@ -40,12 +38,12 @@ def first_failure(failure: str | None, device: torch.device, group: dist.Process
 def on_every_rank(do: Callable[[], T], device: torch.device) -> T:
     """Return the result of ``do`` if it succeeds on every rank; collective over the default group.
 
-    If it fails on a rank, that rank raises its own error, and every other rank raises a `ConfigError` that names the
+    If it fails on some rank, that rank raises its own error, and every other rank raises a `ConfigError` that names the
     rank and the error.
     """
     try:
         result, error = do(), None
-    except Exception as caught:  # for any error, the other ranks must not wait for this one
+    except Exception as caught:  # whatever the error, the other ranks must not wait for this one
         result, error = None, caught
     failure = first_failure(None if error is None else f"{type(error).__name__}: {error}", device)
     if error is not None:

@@ -62,7 +62,7 @@ class BackgroundSave:
             self._save()
         except CheckpointError as error:
             self.failure = error
-        except Exception as error:  # such as the end of another rank; `finish_save` raises it
+        except Exception as error:  # for example because another rank has ended; `finish_save` raises it
             self.failure = CheckpointError(
                 f"no checkpoint was written to {self.path}: {type(error).__name__}: {error}; an earlier checkpoint "
                 "there is intact"
@@ -70,7 +70,7 @@ class BackgroundSave:
 
 
 class BackgroundSaves:
-    """One rank's background saves, one at a time. A rank waits at most ``longest_wait_s`` for another rank."""
+    """One rank's background saves, one at a time. Each rank waits at most ``longest_wait_s`` for another rank."""
 
     def __init__(self, longest_wait_s: float) -> None:
         self._longest_wait_s = longest_wait_s
@@ -78,14 +78,14 @@ class BackgroundSaves:
         self._begun: BackgroundSave | None = None
 
     def begin(self, path: Path, state: TrainerState) -> None:
-        """Copy a state and start to write it. Collective; any earlier save must be finished."""
+        """Copy a state and start to write it. Collective; any earlier save must have finished."""
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._longest_wait_s))
         copy = copy_to_host(state)
         self._begun = BackgroundSave(path, partial(save_checkpoint, path.absolute(), copy, self._group))
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Wait for a save, at most ``timeout_s``, and raise `CheckpointError` if it failed or is still running."""
+        """Wait at most ``timeout_s`` for a save to end. Raises `CheckpointError` if it failed or is still running."""
         timeout_s = self._longest_wait_s if timeout_s is None else timeout_s
         begun = self._begun
         if begun is None:
@@ -105,12 +105,12 @@ class BackgroundSaves:
         return self._begun is not None and self._begun.is_running
 
     def wait(self) -> None:
-        """Wait for a save that is running; `finish` still reports how it ended."""
+        """Wait until a running save has ended; `finish` still reports how it ended."""
         if self._begun is not None:
             self._begun.wait(self._longest_wait_s)
 
     def close(self) -> None:
-        """Wait for a save that is running and end the process group. Idempotent."""
+        """Wait until a running save has ended, and end the process group. Idempotent."""
         self.wait()
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)

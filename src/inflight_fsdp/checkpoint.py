@@ -1,7 +1,8 @@
-"""Checkpoints of a sharded trainer: a Hugging Face directory plus optimizer and counters; safetensors and JSON only.
+"""Checkpoints of a sharded trainer: a Hugging Face directory with optimizer states and counters.
 
-Every rank writes its own parts into the files that rank 0 has created, and reads its own parts back, so all ranks must
-see the directory. Only parameters that are stored as several tensors are gathered, one at a time.
+They consist of safetensors and JSON files only. Every rank writes its own parts to the files that rank 0 has created,
+and reads its own parts back, so all ranks need access to the directory. Only parameters that are stored as several
+tensors are gathered, one at a time.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class TrainerState:
     device: torch.device
     """The device that ranks communicate from; the shards may be on a different device."""
     lora: Sequence[ShardedTensor] = ()
-    """The LoRA, if one is trained. In that case, the weights are only written, not read."""
+    """The LoRA, if one is trained. In that case, the weights are written but not read."""
     lora_config: str = ""
-    """The text of its adapter_config.json, as PEFT reads it."""
+    """The text of the LoRA's adapter_config.json, in PEFT's format."""
 
     @property
     def files(self) -> Sequence[tuple[str, Sequence[ShardedTensor]]]:
-        """The files that hold tensors."""
+        """The name and the tensors of each file that holds tensors."""
         files = ((_WEIGHTS, self.weights), (_LORA, self.lora), (_OPTIMIZER, self.optimizer))
         return [(name, tensors) for name, tensors in files if tensors]
 
@@ -66,8 +67,8 @@ class TrainerState:
 def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | None = None) -> None:
     """Write a checkpoint at ``path``, replacing an earlier one once the new one is complete; collective.
 
-    Ranks agree and gather over ``group``, which contains all ranks (None: the default group). Raises `CheckpointError`
-    on every rank; an earlier checkpoint at ``path`` is then still complete.
+    Ranks communicate over ``group``, which contains all ranks; None means the default group. If the save fails, every
+    rank raises `CheckpointError`, and an earlier checkpoint at ``path`` is still complete.
     """
     path = path.absolute()
     fresh = path.with_name(f".{path.name}.new")
@@ -134,7 +135,7 @@ def load_checkpoint(path: Path, state: TrainerState) -> tuple[int, int]:
 
 
 def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
-    """Create the directory to write in, with every file that holds no tensor."""
+    """Create the directory to write to, with every file that does not hold tensors."""
     if path.exists() and not (path / TRAINER).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise FileExistsError(
             "the path exists but is not a checkpoint that a worker saved; move it or choose another path"
@@ -150,7 +151,10 @@ def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
 
 
 def _put_in_place(fresh: Path, path: Path) -> None:
-    """Rename ``fresh`` to ``path``. If the process dies between the renames, `load_checkpoint` finds the old one."""
+    """Rename ``fresh`` to ``path``.
+
+    If the process dies between the two renames, `load_checkpoint` finds the old checkpoint.
+    """
     retired = _previous_path(path)
     for directory in sorted({file.parent for file in fresh.rglob("*") if file.is_file()}):
         _sync_directory(directory)
@@ -226,9 +230,10 @@ def _write_at(descriptor: int, content: memoryview, position: int) -> None:
 def _own_pieces(
     part: ShardedTensor, device: torch.device, group: dist.ProcessGroup | None
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """Return the pieces of a parameter that this rank writes: stored name, first byte there, and contiguous elements.
+    """Return the pieces of a parameter that this rank writes.
 
-    Collective if the parameter is stored as several tensors, which rank 0 then writes.
+    A piece consists of the name of a stored tensor, the position of the piece's first byte in it, and contiguous
+    elements. Collective if the parameter is stored as several tensors, which rank 0 then writes.
     """
     if part.layout.split is not None:
         whole = gather_on_first(part, part.local.dtype, device, group)
@@ -242,9 +247,9 @@ def _own_pieces(
 
 
 def _header(tensors: Sequence[ShardedTensor]) -> tuple[bytes, dict[str | None, int]]:
-    """Return the header of a safetensors file whose tensors follow in this order, and the offset of each after it.
+    """Return the header of a safetensors file with these tensors in this order, and each tensor's offset after it.
 
-    The end of the last tensor has the name None.
+    The key None holds the end of the last tensor.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets: dict[str | None, int] = {}
@@ -318,7 +323,7 @@ def _sync_directory(path: Path) -> None:
 
 
 def _previous_path(path: Path) -> Path:
-    """Return where the previous checkpoint is while the new one takes its place."""
+    """Return the path to which the previous checkpoint is moved while the new one takes its place."""
     return path.with_name(f".{path.name}.old")
 
 

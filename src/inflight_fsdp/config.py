@@ -22,13 +22,17 @@ _BITS = {"bfloat16": 16, "float32": 32, "float64": 64}
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """The division of work among ranks: neighbouring ranks share tensors, then rows, then data, and finally layers."""
+    """The division of work among ranks.
+
+    The nearest neighbours share tensors. Groups of them share rows, then come the shares of the data, and finally the
+    pipeline stages.
+    """
 
     num_ranks: int
     tensor: int = 1
-    """Ranks that share each tensor."""
+    """Number of ranks that share each tensor."""
     context: int = 1
-    """Ranks that share each packed row."""
+    """Number of ranks that share each packed row."""
     stages: int = 1
     """Number of pipeline stages."""
 
@@ -43,55 +47,58 @@ class RankLayout:
 
 
 class WorkerConfig(OptimizerSettings):
-    """Settings of one FSDP worker; the same on every rank."""
+    """Settings of an FSDP worker; they are the same on every rank."""
 
     LABEL: ClassVar[str] = "FSDP"
 
     model_path: Path
-    """A Hugging Face checkpoint on local disk: config.json and safetensors."""
+    """A Hugging Face checkpoint on the local disk: config.json and safetensors files."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Dtype of forward, backward and published weights. The head computes at least in float32."""
+    """Dtype of the forward pass, the backward pass and the published weights. The head computes in float32 or wider."""
     master_dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype of parameters, summed gradients and optimizer states; None: float32, or float64 if ``dtype`` is float64. If
-    it is wider than ``dtype``, parameters are cast when a layer is gathered. bfloat16 uses half the memory, but rounds
-    away most updates of a small learning rate: the worker warns, and measures how many."""
+    """Dtype of parameters, summed gradients and optimizer states; None means float32, or float64 if ``dtype`` is
+    float64. If it is wider than ``dtype``, parameters are cast when a layer is gathered. bfloat16 uses half the memory,
+    but with a small learning rate it rounds most updates away: the worker warns, and measures how many."""
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype in which ranks sum their gradients; None: the stored dtype. bfloat16 sends half the bytes, and rounds each
-    rank's part and each sum. Sums over micro-batches stay in the stored dtype."""
+    """Dtype in which ranks sum their gradients; None means the dtype of the parameters. bfloat16 sends half the bytes,
+    but rounds each rank's part and each sum. Sums over micro-batches stay in the dtype of the parameters."""
     activation_checkpointing: bool = False
-    """Keep only each layer's input, and recompute the layer in the backward pass: less memory, a third more compute."""
+    """Keep only each layer's input, and recompute the layer in the backward pass. This saves memory, and needs a third
+    more computation."""
     float8: bool = False
-    """Multiply the inputs of the linear layers of each decoder layer in 8 bits, with a scale for each token (torchao);
-    attention, norms, embedding, head and the gradients of weights stay in ``dtype``. On a CPU it is emulated. Not yet
+    """Multiply in 8 bits in the linear layers of each decoder layer, with a scale for each token (torchao). Attention,
+    norms, embedding, head and the gradients of weights stay in ``dtype``. A CPU emulates float8. It has not yet been
     run on a GPU."""
     compile: bool = False
     """Compile the parts of each layer, except attention. The first steps are slower while graphs are made. Needs a C++
-    compiler on a CPU, triton on a GPU."""
+    compiler on a CPU, and triton on a GPU."""
     cpu_offload: bool = False
-    """Keep shards, gradients and optimizer states in host memory, and step there: a GPU holds only the layers that it
-    is computing and the activations. On a CPU the results are the same with and without it. Not yet run on a GPU."""
+    """Keep shards, gradients and optimizer states in host memory, and run the optimizer there. A GPU then holds only
+    the activations and the layers that it is computing. On a CPU the results are the same with and without it. It has
+    not yet been run on a GPU."""
     frozen: tuple[str, ...] = ()
     """Shell patterns for the names of parameters that are not trained, such as ``model.layers.[0-9].*``. These
     parameters have no gradients and no optimizer states. Checkpoints still contain them, but a publish omits them, so
-    endpoints must support ``partial_updates``. Tied parameters are matched by the name of the first."""
+    endpoints must support ``partial_updates``. Tied parameters are matched by the name of the first of them."""
     lora: LoraSettings | None = None
     """Train only a LoRA. Only the LoRA is published; see `LoraSettings`."""
     shard_size: int | None = Field(default=None, ge=1)
-    """Neighbouring ranks that share one copy of the parameters, replicated over the others; None: all ranks."""
+    """Number of neighbouring ranks that share one copy of the parameters; each such group has a copy of its own. None
+    means that all ranks share one copy."""
     context_parallel: int = Field(default=1, ge=1)
-    """Neighbouring ranks that share each packed row: every rank computes an equal part of its tokens, and in attention
-    all tokens of some heads. They receive the same micro-batches."""
+    """Number of neighbouring ranks that share each packed row. Each computes an equal part of the row's tokens, and in
+    attention it computes all tokens of some heads. These ranks receive the same micro-batches."""
     wire_dtype: WireDtype | None = None
-    """Dtype of published weights; None: ``dtype``, so that servers and trainer compute with the same values."""
+    """Dtype of published weights; None means ``dtype``, so that servers and trainer compute with the same values."""
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     """``adamw8bit`` keeps the moments in 8 bits, in blocks of 256 with a scale each (torchao): 2 bytes for each
-    parameter instead of 8. Checkpoints hold them in full, and loading them rounds once more."""
+    parameter instead of 8. Checkpoints hold the moments unrounded, and loading a checkpoint rounds them again."""
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     total_steps: int | None = Field(default=None, ge=1)
     """Step at which the linear and cosine schedules reach zero."""
     device: Literal["cpu", "cuda"] | None = None
-    """None: cuda if a GPU is available."""
+    """None means cuda if a GPU is available, and otherwise cpu."""
     logprob_chunk_size: int = Field(default=1024, ge=1)
     """Number of targets whose logits are in memory at the same time."""
 
@@ -122,11 +129,14 @@ class WorkerConfig(OptimizerSettings):
         return self
 
     def rank_layout(self, num_ranks: int) -> RankLayout:
-        """Return what each rank computes. Raises `ConfigError` if the ranks cannot be divided as configured."""
+        """Return how ranks divide the work. Raises `ConfigError` if the ranks cannot be divided as configured."""
         return self._checked_layout(RankLayout(num_ranks, context=self.context_parallel), num_ranks)
 
     def _checked_layout(self, layout: RankLayout, num_sharing: int) -> RankLayout:
-        """Return the layout if it fits; ``num_sharing`` ranks together hold all copies of a parameter."""
+        """Return the layout, or raise `ConfigError` if it does not fit the ranks.
+
+        ``num_sharing`` ranks together hold all copies of a parameter.
+        """
         sizes = {
             "tensor_parallel": layout.tensor,
             "context_parallel": layout.context,

@@ -1,7 +1,7 @@
 """`DeepSpeedWorker`: one rank of a trainer whose transformers models are sharded by DeepSpeed's ZeRO.
 
-DeepSpeed shards weights and gradients, and calls our optimizer when the gradients of a step are complete. Norms,
-clipping, AdamW and checkpoints are those of the other workers, applied to ranges of flattened parameters.
+DeepSpeed shards weights and gradients, and calls the worker's optimizer once the gradients of a step are complete.
+Norms, clipping, AdamW and checkpoints are those of the other workers, applied to ranges of flattened parameters.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from inflight_fsdp.sharding import read_shards, shardings_of
 
 
 class DeepSpeedConfig(WorkerConfig):
-    """Settings of one DeepSpeed worker; the same on every rank."""
+    """Settings of a DeepSpeed worker; they are the same on every rank."""
 
     LABEL: ClassVar[str] = "DeepSpeed"
 
     zero_stage: Literal[1, 2, 3] = 3
-    """What is sharded over ranks: float32 weights and moments; from stage 2 also gradients; in stage 3 also the weights
-    that layers compute with."""
+    """What is sharded across ranks: in every stage the float32 weights and the moments, from stage 2 also the
+    gradients, and in stage 3 also the weights that layers compute with."""
     zero_options: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of DeepSpeed's ``zero_optimization``, such as ``stage3_param_persistence_threshold``."""
+    """Additional keys for DeepSpeed's ``zero_optimization``, such as ``stage3_param_persistence_threshold``."""
 
     @model_validator(mode="after")
     def _is_supported(self) -> DeepSpeedConfig:
@@ -52,8 +52,10 @@ class DeepSpeedConfig(WorkerConfig):
         return self
 
     def engine_settings(self, num_parameters: int, device: str) -> dict[str, Any]:
-        """Return the configuration of DeepSpeed's engine, which leaves accumulation boundaries, clipping and AdamW to
-        the worker."""
+        """Return the configuration of DeepSpeed's engine.
+
+        It leaves the accumulation of gradients, clipping and AdamW to the worker.
+        """
         zero = {"reduce_bucket_size": min(num_parameters, 500_000_000), **self.zero_options, "stage": self.zero_stage}
         zero |= {"sub_group_size": num_parameters, "memory_efficient_linear": False}
         if self.cpu_offload:
@@ -78,7 +80,7 @@ def create_worker(config: DeepSpeedConfig | Mapping[str, object]) -> DeepSpeedWo
 
 
 class DeepSpeedWorker(ShardedWorker):
-    """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
+    """One trainer rank, made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
 
     def __init__(self, config: DeepSpeedConfig, device: torch.device, *, owns_group: bool) -> None:
         deepspeed = on_every_rank(lambda: _import_deepspeed(device), device)
@@ -117,12 +119,12 @@ class DeepSpeedWorker(ShardedWorker):
 
     def backward(self, loss: torch.Tensor) -> None:
         self._has_gradients = True
-        # A forward does this. In stage 3 a second backward after it would replace the gradients of the first.
+        # A forward pass does this too. In stage 3, a second backward pass would otherwise replace earlier gradients.
         self._engine.optimizer.clear_backward_seen_flag()
         self._engine.backward(loss)
 
     def _update(self, settings: AdamSettings | None) -> StepResult:
-        """Let DeepSpeed step. DeepSpeed does not call the optimizer if it finds a gradient that is not finite."""
+        """Let DeepSpeed take a step. It does not call the optimizer if it finds a gradient that is not finite."""
         self._has_gradients = False
         self._boundary.update = partial(super()._update, settings)
         self._engine.step()
@@ -130,7 +132,7 @@ class DeepSpeedWorker(ShardedWorker):
         if isinstance(outcome, StepResult):
             return outcome
         if outcome is None:
-            self._compute_with_masters()  # DeepSpeed left out its last collectives
+            self._compute_with_masters()  # DeepSpeed has omitted its last collectives
         raise outcome or self._non_finite_error(float("inf"))
 
     def load(self, path: Path, *, optimizer: bool = True) -> None:
@@ -145,7 +147,7 @@ class DeepSpeedWorker(ShardedWorker):
 
     @torch.no_grad()
     def _compute_with_masters(self) -> None:
-        """Copy the float32 weights to the weights that layers compute with, as at the end of a step; collective."""
+        """Copy the float32 weights to those that layers compute with, as at the end of a step; collective."""
         zero = self._engine.optimizer
         if not hasattr(zero, "fp32_partitioned_groups_flat"):
             zero.update_lp_params()
@@ -160,7 +162,7 @@ class DeepSpeedWorker(ShardedWorker):
 class _Boundary(torch.optim.Optimizer):
     """The optimizer that DeepSpeed calls: `step` runs once each rank has its reduced float32 gradients.
 
-    DeepSpeed must finish its own step, so errors are kept for later.
+    DeepSpeed must finish its own step, so an error is kept until `take_result`.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], averaged_over: int) -> None:
@@ -180,14 +182,14 @@ class _Boundary(torch.optim.Optimizer):
             self._outcome = error
 
     def take_result(self) -> StepResult | Exception | None:
-        """Return the outcome of the update, or None if DeepSpeed did not call `step`, and clear it."""
+        """Return and clear the outcome of the update, which is None if DeepSpeed did not call `step`."""
         outcome, self._outcome, self.update = self._outcome, None, None
         return outcome
 
 
 @dataclass(frozen=True, slots=True)
 class _ZeroPart:
-    """A range of a flat tensor in which DeepSpeed keeps float32 weights; its gradients exist only at the boundary."""
+    """A range of a flat tensor of DeepSpeed's float32 weights; its gradients exist only during `_Boundary.step`."""
 
     flat: torch.Tensor
     within: slice

@@ -10,7 +10,7 @@ from inflight.errors import ConfigError
 
 
 def device_of(kind: str | None) -> torch.device:
-    """Return this rank's device of the given kind, by default a GPU if there is one.
+    """Return this rank's device of the given kind; the default is a GPU if there is one, and otherwise the CPU.
 
     Raises `ConfigError` if there is no such device.
     """
@@ -26,7 +26,10 @@ def device_of(kind: str | None) -> torch.device:
 
 
 def device_index(local_rank: int, num_devices: int) -> int:
-    """Return which of the GPUs visible to its process a rank uses. Raises `ConfigError` if ranks would share a GPU."""
+    """Return which of the GPUs that its process sees a rank uses.
+
+    Raises `ConfigError` if ranks would share a GPU.
+    """
     if local_rank >= num_devices:
         raise ConfigError(
             f"LOCAL_RANK is {local_rank}, but torch sees {num_devices} GPUs, so two ranks would share one, which "

@@ -1,5 +1,4 @@
-"""What ranks need to publish while they train: a separate message exchange, and weight changes that wait for
-readers."""
+"""What ranks need to publish while they train: a separate exchange of messages, and changes that wait for readers."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _numbers = itertools.count()
 
 
 class Readers:
-    """The readers of the weights in other threads; a change of the weights waits for them."""
+    """The threads that are reading the weights; a change to the weights waits for them."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -44,7 +43,7 @@ class Readers:
                 self._condition.notify_all()
 
     def wait(self, what: str) -> None:
-        """Return once no thread reads the weights. Raises `TrainerError` after ten minutes."""
+        """Return once no thread is reading the weights. Raises `TrainerError` after ten minutes."""
         with self._condition:
             if not self._condition.wait_for(lambda: self._num_readers == 0, _READ_S):
                 raise TrainerError(
@@ -54,10 +53,9 @@ class Readers:
 
 
 class RankExchange:
-    """The message exchange among all ranks of the default group; collective, and unusable after a failure.
+    """The exchange of messages among all ranks of the default group; collective, and unusable after a failure.
 
-    The first exchange forms the group. The messages of training itself use other groups, and may be in transit at the
-    same time.
+    The first exchange forms a separate group. Training uses other groups, and may communicate at the same time.
     """
 
     def __init__(self) -> None:
@@ -84,7 +82,7 @@ class RankExchange:
         return messages
 
     def _form(self, deadline: float) -> None:
-        """Form the group once all ranks have arrived, because torch does not name the rank that it is waiting for.
+        """Wait for each rank, then form the group: torch's own error would not name the rank that is missing.
 
         The group is not created by ``torch.distributed.new_group``, which numbers its calls: after a call that only
         some ranks made, the next group of all ranks would never form.
@@ -120,7 +118,7 @@ class RankExchange:
         self._until(deadline, rank, lambda left: operation([tensor], rank, 0).wait(left))
 
     def _until(self, deadline: float, rank: int, call: Callable[[timedelta], Any]) -> Any:
-        """Return the result of ``call``, which receives the time that remains for ``rank``. Raises `TransferError`."""
+        """Return the result of ``call``, which receives the time left. Raises `TransferError` that names ``rank``."""
         try:
             return call(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:

@@ -15,12 +15,12 @@ _CAPABILITY = (8, 9)
 
 
 def multiply_in_float8(module: nn.Module, device: torch.device) -> None:
-    """Make every linear layer within a module multiply in float8; its parameters stay unchanged.
+    """Make every linear layer within a module multiply in float8; the parameters stay unchanged.
 
-    The forward pass and the gradient of the inputs are in float8, with a scale for each token; the gradient of the
-    weight is not. The result for a token therefore does not depend on the tokens packed with it, and products over T
-    tokens, where T need not be a multiple of 16, are not in float8. Raises `ConfigError` if torchao is missing, the
-    device has no such kernel, or a side of a weight is not a multiple of 16.
+    The forward pass and the gradient of the inputs are computed in float8, with a scale for each token; the gradient of
+    the weight is not. The result for a token therefore does not depend on the tokens packed with it, and products over
+    T tokens, where T need not be a multiple of 16, are not in float8. Raises `ConfigError` if torchao is missing, the
+    device has no float8 kernels, or a side of a weight is not a multiple of 16.
     """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

@@ -13,7 +13,7 @@ from inflight_fsdp.torchtitan_config import TorchTitanConfig
 
 
 class FsdpKind(WorkerKind):
-    """Workers of transformers' models on torch's ``fully_shard``."""
+    """Workers that train transformers models, sharded by torch's ``fully_shard``."""
 
     trains_lora = True
 
@@ -27,7 +27,7 @@ class FsdpKind(WorkerKind):
 
 
 class TorchTitanKind(WorkerKind):
-    """Workers of TorchTitan's models."""
+    """Workers that train TorchTitan's models."""
 
     def create(self, settings: Mapping[str, object]) -> TrainerWorker:
         from inflight_fsdp.torchtitan import create_worker
@@ -39,7 +39,7 @@ class TorchTitanKind(WorkerKind):
 
 
 class DeepSpeedKind(WorkerKind):
-    """Workers of transformers' models that DeepSpeed's ZeRO shards. Their memory needs are not estimated."""
+    """Workers that train transformers models, sharded by DeepSpeed's ZeRO. Their memory needs are not estimated."""
 
     def create(self, settings: Mapping[str, object]) -> TrainerWorker:
         from inflight_fsdp.deepspeed import create_worker
@@ -48,12 +48,12 @@ class DeepSpeedKind(WorkerKind):
 
 
 class MegatronKind(WorkerKind):
-    """Workers of Megatron-Core's models. Their memory needs are not estimated."""
+    """Workers that train Megatron-Core's models. Their memory needs are not estimated."""
 
     def create(self, settings: Mapping[str, object]) -> TrainerWorker:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of each optional package that Megatron-Core does not find
+                warnings.simplefilter("ignore")  # Megatron-Core warns about each optional package that is missing
                 from inflight_fsdp.megatron import create_worker
         except ImportError as error:
             raise ConfigError(f"the Megatron worker needs megatron-core ({error}): see docs/trainers.md") from error
@@ -61,10 +61,10 @@ class MegatronKind(WorkerKind):
 
 
 FSDP = FsdpKind()
-"""Workers on torch's ``fully_shard``."""
+"""Workers based on torch's ``fully_shard``."""
 TORCHTITAN = TorchTitanKind()
-"""Workers on TorchTitan."""
+"""Workers based on TorchTitan."""
 DEEPSPEED = DeepSpeedKind()
-"""Workers on DeepSpeed's ZeRO."""
+"""Workers based on DeepSpeed's ZeRO."""
 MEGATRON = MegatronKind()
-"""Workers on Megatron-Core."""
+"""Workers based on Megatron-Core."""

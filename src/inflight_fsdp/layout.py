@@ -67,12 +67,14 @@ class Sharding:
 
     @property
     def owners(self) -> dict[int, Box]:
-        """The boxes, each with the lowest rank that holds it; together they make up the whole tensor."""
+        """The boxes that make up the whole tensor, each under the lowest rank that holds it."""
         return {ranks[0]: tuple(slice(*edges) for edges in key) for key, ranks in self._holders.items()}
 
     def senders(self, index: int) -> list[int]:
-        """Return which rank sends each box: a different holder for each ``index``, so that all holders share the
-        work."""
+        """Return which rank sends each box.
+
+        Successive values of ``index`` select different holders, so that all holders share the work.
+        """
         return [ranks[index % len(ranks)] for ranks in self._holders.values()]
 
     @property
@@ -89,7 +91,7 @@ class ShardedTensor:
     """This rank's part of a tensor that is sharded over ranks, and how the whole tensor is stored."""
 
     local: torch.Tensor
-    """The rank's box, in memory of the trainer; empty if the rank holds none."""
+    """The rank's box, in the trainer's own memory; empty if the rank holds nothing of the tensor."""
     sharding: Sharding
     layout: Layout
 
@@ -97,8 +99,8 @@ class ShardedTensor:
 def layout_by_expert(name: str, tensor: torch.Tensor, parts: Sequence[str]) -> Layout:
     """Return the layout of a parameter [experts, ...] that is stored expert by expert.
 
-    ``name`` is the parameter's name, such as ``model.layers.0.mlp.experts.gate_up_proj``; its second dimension is cut
-    into ``parts``, stored as ``model.layers.0.mlp.experts.7.gate_proj.weight``.
+    ``name`` is the parameter's name, such as ``model.layers.0.mlp.experts.gate_up_proj``. The parameter's second
+    dimension is cut into ``parts``, which are stored as ``model.layers.0.mlp.experts.7.gate_proj.weight``, for example.
     """
     prefix, num_experts = name.rpartition(".")[0], tensor.shape[0]
 

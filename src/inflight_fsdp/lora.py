@@ -35,15 +35,15 @@ def parts_of(layer: str) -> tuple[str, str]:
 
 
 def lora_layout(name: str, parameter: torch.Tensor) -> Layout:
-    """Return how a LoRA parameter is stored and published, which is under PEFT's name for it."""
+    """Return how a LoRA parameter is stored and published: under PEFT's name for it."""
     return Layout({f"{PREFIX}{name}": tuple(parameter.shape)})
 
 
 def add_lora(causal_lm: Any, layers: Iterable[nn.Module], settings: LoraSettings, dtype: torch.dtype) -> None:
     """Add an uninitialised LoRA to the target layers, and freeze all other parameters.
 
-    ``layers`` are the decoder layers, of which only linear layers can be targets. Raises `ConfigError` for targets that
-    match no layer, and `UnsupportedError` for models that accept images.
+    ``layers`` are the decoder layers; only the linear layers in them can be targets. Raises `ConfigError` for targets
+    that match no layer, and `UnsupportedError` for models that accept images.
     """
     if takes_images(causal_lm.config):
         raise UnsupportedError(
@@ -67,9 +67,9 @@ def _add(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor, *, 
 
 @torch.no_grad()
 def initialise(local: Mapping[str, torch.Tensor], shardings: Mapping[str, Sharding], settings: LoraSettings) -> None:
-    """Fill this rank's parts of a LoRA as PEFT does: A by `kaiming_uniform_`, B with zeros.
+    """Fill this rank's parts of a LoRA as PEFT does: A by `kaiming_uniform_`, and B with zeros.
 
-    ``local`` holds the parts by parameter name. The values depend only on the seed, not on how many ranks share them.
+    ``local`` holds the parts by parameter name. The values depend on the seed, but not on the number of ranks.
     """
     random = torch.Generator().manual_seed(settings.seed)
     for name, part in local.items():

@@ -26,8 +26,8 @@ from inflight_fsdp.worker import FsdpWorker
 class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
     """One trainer rank, which publishes only the weights of the LoRA.
 
-    Checkpoints hold the LoRA as PEFT stores it in ``adapter/``, from which `load` reads it. Next to config.json are the
-    weights with the LoRA merged, so that the directory can be loaded as a model.
+    Checkpoints hold the LoRA in ``adapter/``, in PEFT's format, and `load` reads it from there. The weights next to
+    config.json have the LoRA merged into them, so that the directory can be loaded as a model.
     """
 
     def __init__(self, config: WorkerConfig, device: torch.device, *, owns_group: bool) -> None:
@@ -79,7 +79,7 @@ class FsdpLoraWorker(FsdpWorker, MergingLoraSource):
         return replace(state, weights=[], lora=lora, lora_config=described)
 
     def _saved_state(self) -> TrainerState:
-        """Collective: every rank merges its own rows."""
+        """Return the state to save, with merged weights. Collective: every rank merges its own rows."""
         weights = [self._merge_part(name) for name in self._parameters.layouts if not is_lora(name)]
         return replace(super()._saved_state(), weights=weights)
 

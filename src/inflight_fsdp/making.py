@@ -1,4 +1,4 @@
-"""Creates a worker of transformers' models from its settings."""
+"""Creates a worker that trains a transformers model, from the worker's settings."""
 
 from __future__ import annotations
 

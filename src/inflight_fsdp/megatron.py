@@ -1,7 +1,7 @@
-"""`MegatronWorker`: one rank of a trainer on Megatron-Core's models and tensor and pipeline parallelism.
+"""`MegatronWorker`: one rank of a trainer that uses Megatron-Core's models, tensor parallelism and pipeline stages.
 
-The model, its layers and their communication are Megatron-Core's, without transformer_engine. Logprobs, sums of
-gradients over ranks, AdamW, clipping, checkpoints and the pipeline are those of the other workers.
+The model, its layers and their communication are Megatron-Core's, without transformer_engine. Logprobs, the sums of
+gradients over ranks, AdamW, clipping, checkpoints and the pipeline schedule are those of the other workers.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def create_worker(config: MegatronConfig | Mapping[str, object]) -> MegatronWork
 
 
 class MegatronWorker(ShardedWorker):
-    """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
+    """One trainer rank, made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
 
     def __init__(self, config: MegatronConfig, device: torch.device, *, owns_group: bool) -> None:
         hf_config = on_every_rank(lambda: supported_config(config), device)
@@ -116,7 +116,7 @@ class MegatronWorker(ShardedWorker):
 class _Groups:
     """The process groups of this rank. Every rank creates all groups, because torch requires it.
 
-    Ranks are numbered as `RankLayout` describes: S stages, D ranks with their own data, T ranks that share tensors.
+    Ranks are numbered as `RankLayout` describes: S stages, D shares of the data, T ranks that share tensors.
     """
 
     def __init__(self, layout: RankLayout) -> None:
@@ -133,24 +133,24 @@ class _Groups:
         self._ends = _group_of(ends_TDE.flatten(1)) if layout.stages > 1 else None
 
     def summing(self, name: str, is_tied: bool) -> dist.ProcessGroup | None:
-        """Return the ranks over which a parameter's gradients are summed, or None if there is only this one."""
+        """Return the ranks over which a parameter's gradients are summed, or None if no sum is needed."""
         if name == EMBEDDING and is_tied and self._ends is not None:
-            return self._ends  # the first and the last stage each have it
+            return self._ends  # the first and the last stage both have the embedding
         if name.endswith(QK_NORMS):
             return self._stage  # tensor-parallel ranks normalise their own heads
         return self._data
 
 
 def _group_of(ranks: torch.Tensor) -> dist.ProcessGroup:
-    """Return this rank's row of groups of ranks as a process group."""
+    """Create a process group for each row of ``ranks``, and return the group of the row that contains this rank."""
     group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks.tolist())[0]  # type: ignore[no-untyped-call]
     return group
 
 
 class _Part:
-    """This rank's box of a parameter, with a copy in the stored dtype if layers compute in a different dtype.
+    """This rank's box of a parameter, with a copy in the stored dtype if layers compute in a different one.
 
-    The gradients of all backward passes are added up in the stored dtype.
+    The gradients of all backward passes are summed in the stored dtype.
     """
 
     is_trained = True
@@ -170,13 +170,12 @@ class _Part:
         self._sum = None
 
     def compute_with_master(self) -> None:
-        """Copy the stored weights to the weights that layers compute with."""
+        """Copy the stored weights to those that layers compute with."""
         if self.local is not self._computed:
             self._computed.copy_(self.local)
 
     def _boxed(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the box within a tensor of the parameter's shape; any further rows are padding that makes ranks' parts
-        equal."""
+        """Return the box in a tensor of the parameter's shape; any rows after it are padding to equal sizes."""
         return whole.view(-1, *self._lengths[1:])[: self._lengths[0]]
 
     def _take_gradient(self, parameter: torch.Tensor) -> None:

@@ -12,17 +12,19 @@ _UNSUPPORTED = ("frozen", "lora", "float8", "compile", "cpu_offload", "shard_siz
 
 
 class MegatronConfig(WorkerConfig):
-    """Settings of one Megatron worker; the same on every rank."""
+    """Settings of a Megatron worker; they are the same on every rank."""
 
     LABEL: ClassVar[str] = "Megatron"
 
     tensor_parallel: int = Field(default=1, ge=1)
-    """Neighbouring ranks that share each matrix of the layers and the vocabulary, with the same micro-batches."""
+    """Number of neighbouring ranks that share the layers' matrices and the vocabulary. They receive the same
+    micro-batches."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the layers, in stages with equal numbers of layers. They receive the same micro-batches."""
+    """Number of stages, each on ranks of its own, with equal numbers of layers. All stages receive the same
+    micro-batches."""
     pipeline_chunks: int | None = Field(default=None, ge=1)
-    """Number of parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same
-    time; None: twice the number of stages."""
+    """Number of parts into which a pipeline cuts each micro-batch, between segments, so that its stages compute at the
+    same time; None means twice the number of stages."""
 
     @model_validator(mode="after")
     def _is_supported(self) -> MegatronConfig:

@@ -1,7 +1,7 @@
 """Megatron-Core models configured from the config.json of a Hugging Face checkpoint, and how they are stored.
 
-Megatron-Core fuses queries, keys and values, group by group, and the two input projections of a feed-forward part.
-Viewed as [groups, rows of a group, H] and as [2, rows, H], the part that a tensor-parallel rank holds is one box.
+Megatron-Core fuses queries, keys and values, group by group, and the two input projections of a feed-forward block.
+If they are viewed as [groups, rows of a group, H] and as [2, rows, H], the part of a tensor-parallel rank is one box.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 QK_NORMS = ("q_layernorm.weight", "k_layernorm.weight")
 _FAMILIES = ("llama", "qwen2", "qwen3")
 _ROPE_TYPES = ("default", "llama3")
-"""The rope types that only change the frequencies, and in the same way for all lengths."""
+"""The RoPE types that change only the frequencies, and change them in the same way for all lengths."""
 
 
 def supported_config(config: MegatronConfig) -> Any:
-    """Return the transformers config of the checkpoint. Raises `UnsupportedError` or `ConfigError` if it cannot be
-    trained as configured."""
+    """Return the transformers config of the checkpoint.
+
+    Raises `UnsupportedError` or `ConfigError` if the model cannot be trained as configured.
+    """
     hf = load_config(config.model_path)
     if hf.model_type not in _FAMILIES:
         raise UnsupportedError(
@@ -65,12 +67,12 @@ def supported_config(config: MegatronConfig) -> Any:
 
 
 def build_stage(hf: Any, config: MegatronConfig, groups: ProcessGroupCollection) -> GPTModel:
-    """Return this rank's part of a model, with its tensors on torch's ``meta`` device, which allocates no memory."""
+    """Return this rank's part of a model, with its tensors on the meta device, which allocates no memory."""
     num_heads, num_kv_heads, head_dim = heads_of(hf)
     has_qk_norm = hf.model_type == "qwen3"
     dtype = getattr(torch, config.dtype)
     with warnings.catch_warnings(), torch.device("meta"):
-        warnings.simplefilter("ignore")  # of Megatron-Core's own defaults
+        warnings.simplefilter("ignore")  # Megatron-Core warns about its own defaults
         settings = TransformerConfig(
             num_layers=hf.num_hidden_layers,
             hidden_size=hf.hidden_size,
@@ -92,10 +94,10 @@ def build_stage(hf: Any, config: MegatronConfig, groups: ProcessGroupCollection)
             pipeline_dtype=dtype,
             params_dtype=dtype,
             bf16=config.dtype == "bfloat16",
-            # Weights come from a checkpoint. Otherwise they would be made on a CUDA device, whatever torch's is.
+            # Weights come from a checkpoint. Without these settings they would be made on a CUDA device, not on meta.
             perform_initialization=False,
             use_cpu_initialization=True,
-            # What needs transformer_engine or apex.
+            # These need transformer_engine or apex.
             persist_layer_norm=False,
             gradient_accumulation_fusion=False,
             masked_softmax_fusion=False,
@@ -135,7 +137,7 @@ def rope_frequencies(hf: Any, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WholeParameter:
-    """A parameter of the whole model, over all tensor-parallel ranks."""
+    """A parameter of the whole model, which tensor-parallel ranks may share."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -153,7 +155,7 @@ class WholeParameter:
 
 
 def whole_parameters(hf: Any) -> dict[str, WholeParameter]:
-    """Return the parameters of the whole model by their names in a model of one stage."""
+    """Return the parameters of the whole model, under their names in a model with a single stage."""
     vocabulary = (hf.vocab_size, hf.hidden_size)
     names = [(EMBEDDING, "model.embed_tokens.weight")]
     names += [] if hf.tie_word_embeddings else [(HEAD, "lm_head.weight")]
@@ -199,7 +201,7 @@ def _by_columns(shape: tuple[int, int], stored: str) -> WholeParameter:
 def _queries_keys_values(attention: str, kind: str, groups: tuple[int, int, int], *others: int) -> WholeParameter:
     """Return the parameter [groups, rows, ...] that holds the queries, the key and the value of each group in turn.
 
-    ``groups`` is the number of groups, of queries per group, and of rows per head.
+    ``groups`` contains the numbers of groups, of queries per group, and of rows per head.
     """
     num_groups, num_queries, head_dim = groups
     rows = (num_queries * head_dim, head_dim, head_dim)
@@ -229,11 +231,11 @@ def _gate_and_up(names: Sequence[str], inner: int, hidden: int) -> WholeParamete
 def parameters_of_stage(
     gpt: GPTModel, hf: Any, groups: ProcessGroupCollection
 ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield this rank's parameters by their names in a model of one stage."""
+    """Yield this rank's parameters, under their names in a model with a single stage."""
     first = groups.pp.rank() * (hf.num_hidden_layers // groups.pp.size())
     for name, parameter in gpt.named_parameters():
         if name == HEAD and hf.tie_word_embeddings:
-            yield EMBEDDING, parameter  # of the last stage, which has a copy
+            yield EMBEDDING, parameter  # the copy in the last stage
         elif name.startswith("decoder.layers."):
             index, rest = name.removeprefix("decoder.layers.").split(".", 1)
             yield f"decoder.layers.{first + int(index)}.{rest}", parameter

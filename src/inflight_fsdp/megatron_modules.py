@@ -21,7 +21,7 @@ from inflight_fsdp.rows import Row, sum_over_group
 
 
 class SegmentAttention(nn.Module):
-    """Replaces Megatron-Core's ``DotProductAttention``: attention over packed segments."""
+    """Computes attention over packed segments, in place of Megatron-Core's ``DotProductAttention``."""
 
     def __init__(self, *, softmax_scale: float | None = None, **_: object) -> None:
         super().__init__()
@@ -30,18 +30,18 @@ class SegmentAttention(nn.Module):
     def forward(
         self, q_R1AD: torch.Tensor, k_R1AD: torch.Tensor, v_R1AD: torch.Tensor, plan: SegmentPlan, **_: object
     ) -> torch.Tensor:
-        """Return [R, 1, A D]; Megatron-Core passes the plan of segments as its mask."""
+        """Return [R, 1, A D]. Megatron-Core passes the segment plan in the place of the mask."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (q_R1AD, k_R1AD, v_R1AD))
         return segment_attention(query, key, value, plan, self._scale).flatten(2).transpose(0, 1)
 
 
 class MegatronPolicy(nn.Module):
-    """A stage of a GPTModel as a function from packed tokens to logprobs, or to its hidden states."""
+    """A stage of a GPTModel as a function from packed tokens to logprobs, or to the stage's hidden states."""
 
     def __init__(
         self, gpt: GPTModel, tensor_group: dist.ProcessGroup, frequencies: torch.Tensor, hf_config: Any
     ) -> None:
-        """``frequencies`` [D / 2] are the rotary angles of a head's dimensions per position."""
+        """``frequencies`` [D / 2] are the angles by which a head's dimensions rotate from one position to the next."""
         super().__init__()
         self.gpt = gpt
         self._group = tensor_group
@@ -52,11 +52,11 @@ class MegatronPolicy(nn.Module):
     def forward(self, row: Row, hidden_1RH: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logprobs [N] of the targets.
 
-        A stage of a pipeline other than the first starts from the ``hidden_1RH`` of the previous stage; a stage other
-        than the last returns its own.
+        Every pipeline stage but the first starts from the ``hidden_1RH`` of the previous stage, and every stage but the
+        last returns its own hidden states instead of logprobs.
         """
         gpt = self.gpt
-        # Tokens of a shared prefix are in the row once, so positions do not follow from the lengths of the segments.
+        # The row contains the tokens of a shared prefix once, so segment lengths do not determine the positions.
         angles_RD = torch.outer(row.position_ids_R.float(), self._frequencies).repeat(1, 2)
         hidden_R1H = self._embedded(row.token_ids_R) if hidden_1RH is None else None
         if hidden_1RH is not None:
@@ -70,19 +70,19 @@ class MegatronPolicy(nn.Module):
         hidden_R1H: torch.Tensor = self.gpt.embedding(token_ids_R.unsqueeze(0), None)
         if self._padding_id is None:
             return hidden_R1H
-        # The row of the padding has no gradient, as in transformers.
+        # The padding token's embedding has no gradient, as in transformers.
         return torch.where((token_ids_R == self._padding_id)[:, None, None], hidden_R1H.detach(), hidden_R1H)
 
     def _logprobs(self, row: Row, hidden_1RH: torch.Tensor) -> torch.Tensor:
         weight_VH: torch.Tensor = self.gpt.output_layer.weight
         if self._group.size() == 1:
             return row.targets.logprobs(hidden_1RH, weight_VH, None)
-        # Padded and summed: the rows of all ranks. What is copied has the sum of the ranks' gradients.
+        # The sum of the padded weights has the rows of all ranks. The gradients of both copies are summed over ranks.
         rank, num_rows = self._group.rank(), len(weight_VH)
         placed_VH = F.pad(weight_VH, (0, 0, rank * num_rows, (self._group.size() - 1 - rank) * num_rows))
         whole_VH, hidden_1RH = (
             copy_to_tensor_model_parallel_region(x, self._group)
             for x in (sum_over_group(placed_VH, self._group), hidden_1RH)
         )
-        # Rows above the vocabulary only make the parts of ranks equal.
+        # Rows beyond the vocabulary only give all ranks parts of equal size.
         return row.targets.shared_logprobs(hidden_1RH, whole_VH[: self._vocab_size], self._group)

@@ -1,25 +1,27 @@
 """How much memory a rank of FSDP2 or TorchTitan needs, computed from ``config.json``, tensor shapes and settings.
 
-The parameters of a rank are those of the checkpoint, row by row over R ranks
-that share one copy: P = sum of ceil(rows / R) * elements of a row. m is the size in bytes of the stored dtype,
-c of ``dtype``, T the tokens of a micro-batch.
+The rows of the checkpoint's parameters are divided among the R ranks that share one copy, so a rank holds
+P = sum of ceil(rows / R) * (elements of a row). m is the size in bytes of an element in the stored dtype, c in
+``dtype``, and T is the number of tokens of a micro-batch.
 
-- parameters: m P, once more for a reference model
+- parameters: m P, plus m P of each reference model and teacher
 - gradients: m P, for trained parameters only
-- optimizer states: 2 m P, or with ``adamw8bit`` 2 (1 + 4 / 256) P
-- gathered layers: 2 c L + (c + m) L + (2 c + m) E. L: elements of the largest layer, which is still gathered while the
-  next one is being gathered, with its gradient before and after the sum over ranks. E: elements outside the layers
-  (embedding, head), gathered from the forward pass to the end of the backward pass.
-- activations: T times the bytes that autograd keeps per token, for each layer, or with activation checkpointing c H for
-  each layer and the rest for one. Of a layer, with A heads and K key-value heads of D elements, hidden size H and
-  intermediate size I: 2 (4 + 2 c) H for the norms, which compute in float32, c (5 / 4) (2 A + 2 K) D + 4 A for
+- optimizer states: 2 m P, or 2 (1 + 4 / 256) P with ``adamw8bit``
+- gathered layers: 2 c L + (c + m) L + (2 c + m) E. L is the number of elements of the largest layer, which is still
+  gathered while the next one is being gathered, with its gradient before and after the sum over ranks. E is the number
+  of elements outside the layers (embedding, head), which are gathered from the forward pass to the end of the backward
+  pass.
+- activations: T times the bytes per token that autograd keeps for all layers; with activation checkpointing, c H for
+  each layer, and the rest for one layer only. A layer with A heads and K key-value heads of D elements, hidden size H
+  and intermediate size I needs 2 (4 + 2 c) H for the norms, which compute in float32, c (5 / 4) (2 A + 2 K) D + 4 A for
   attention with segments padded by a quarter, c A D for its projection, 4 c I for the MLP, and (4 + c) (A + K) D for
-  norms of queries and keys. With experts, 4 c I + c H for each that a token goes to.
-- head: 2 tiles of C x 4,096 logits and 2 of 4,096 x H weights, in float32, and 4 H + c H for each token.
-- publish: where trainers and servers alternate, the memory of rank 0 while servers sample: three buckets of 64 MiB, or
-  of the largest tensor, at c bytes per element, and that tensor once more at m.
+  norms of queries and keys. With experts, the MLP needs 4 c I + c H for each expert of a token.
+- head: two tiles of C x 4,096 logits and two of 4,096 x H weights in float32, with C at most 1,024 targets, and
+  4 H + c H for each token.
+- publish: if trainers and servers alternate, the memory of rank 0 while servers sample: three buckets of 64 MiB, or of
+  the size of the largest tensor at c bytes per element if that is larger, and that tensor once more at m bytes.
 
-None of this has been compared with measurements on a GPU.
+None of these estimates has been compared with measurements on a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +44,10 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def memory_terms(config: WorkerConfig, load: TrainingLoad) -> tuple[MemoryTerm, ...]:
-    """Return the GPU memory of the largest rank at the end of its first step. Raises `ConfigError`."""
+    """Return the GPU memory that the rank with the largest share needs by the end of its first step.
+
+    Raises `ConfigError` if the settings or the model cannot be used.
+    """
     model = model_shape(config.model_path)
     compute, stored = DTYPE_SIZES[config.dtype], DTYPE_SIZES[config.stored_dtype]
     layout = config.rank_layout(load.num_ranks)
@@ -78,13 +83,13 @@ def memory_terms(config: WorkerConfig, load: TrainingLoad) -> tuple[MemoryTerm, 
 
 
 def publish_bytes(model: ModelShape, compute_size: int, master_size: int) -> int:
-    """Return the number of bytes that rank 0 has gathered but not yet sent."""
+    """Return the largest number of bytes that rank 0 has gathered but not yet sent."""
     largest = max(map(prod, model.tensors.values()))
     return 3 * max(DEFAULT_BUCKET_BYTES, compute_size * largest) + master_size * largest
 
 
 def shard_elements(tensors: Mapping[str, Sequence[int]], num_ranks: int) -> int:
-    """Return P: the number of elements on rank 0, which holds at least as many as any other rank."""
+    """Return P, the number of elements on rank 0, which holds at least as many as any other rank."""
     return sum(-(-shape[0] // num_ranks) * prod(shape[1:]) for shape in tensors.values() if shape)
 
 
@@ -94,7 +99,7 @@ def optimizer_bytes(elements: int, master_size: int, *, is_8bit: bool) -> int:
 
 
 def _layer_elements(tensors: Mapping[str, Sequence[int]]) -> tuple[list[int], int]:
-    """Return the number of elements in each layer, and outside all layers."""
+    """Return the number of elements in each layer, and the number outside all layers."""
     layers: dict[str, int] = {}
     outside = 0
     for name, shape in tensors.items():
@@ -120,6 +125,6 @@ def activation_bytes(model: ModelShape, dtype: str, num_tokens: int, *, checkpoi
 
 
 def head_bytes(model: ModelShape, dtype: str, num_tokens: int) -> int:
-    """Return the peak memory of the head in addition to its weight, if every token is a target."""
+    """Return the peak memory in bytes that the head needs in addition to its weight if every token is a target."""
     tiles = 2 * 4 * min(_TILE_TOKENS, num_tokens) * _TILE_VOCAB + 2 * 4 * _TILE_VOCAB * model.hidden_size
     return tiles + num_tokens * (4 + DTYPE_SIZES[dtype]) * model.hidden_size

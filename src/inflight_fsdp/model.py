@@ -1,6 +1,6 @@
 """A causal language model from transformers as a function from packed tokens to logprobs, sharded by ``fully_shard``.
 
-Only the rows that predict a target go through the head.
+The head computes only the rows that predict a target.
 
 Shape suffixes: R tokens, N targets.
 """
@@ -36,22 +36,23 @@ from inflight_fsdp.sharding import read_shards
 
 
 class PolicyModel(nn.Module):
-    """The root of the sharded module: within its forward pass the head's weight is whole, whether tied to the embedding
-    or not."""
+    """The root of the sharded modules.
+
+    Within its forward pass the head's weight is gathered, whether or not it is tied to the embedding.
+    """
 
     def __init__(self, causal_lm: Any, routers: Routers | None = None) -> None:
-        """``routers`` can replay a choice of experts; None if the model has no such routers."""
+        """``routers`` are those that can replay a choice of experts; None if the model has no such routers."""
         super().__init__()
         self.causal_lm = causal_lm
         self.routing_shape = None if routers is None else (*routers.shape, routers.num_experts)
-        """The shape [L, K] of a token's experts, and how many experts a layer has; None if choices cannot be
-        replayed."""
+        """(L, K, E): the layers, the experts of a token, and those of a layer; None if choices cannot be replayed."""
 
     def forward(self, row: Row) -> torch.Tensor:
         """Return the logprobs [N] of the targets.
 
-        A model that accepts images always runs its vision tower, on a blank image if necessary, because every rank
-        takes part in the sum of the tower's gradients.
+        A model that accepts images always runs its vision tower, on a blank image if necessary, because every rank must
+        take part in summing the tower's gradients.
         """
         output = self.causal_lm.base_model(
             **self._inputs(row),
@@ -80,11 +81,11 @@ class PolicyModel(nn.Module):
 
 
 def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
-    """Return the configured model with its parameters on the meta device, unsharded, dropout off.
+    """Return the configured model, with its parameters unsharded on the meta device, and without dropout.
 
-    Raises `ConfigError` if there is no model, its weights do not fit it, or it cannot be frozen or compiled as
-    configured, and `UnsupportedError` if this worker cannot train its kind. If weights have no checksums, only the
-    headers of their files are read.
+    Raises `ConfigError` if there is no model, if its weights do not fit or are damaged, or if it cannot be frozen or
+    compiled as configured, and `UnsupportedError` if this worker cannot train this kind of model. If there are no
+    checksums, only the headers of the weight files are read.
     """
     if config.compile:
         check_compiler(device, "compile = true")
@@ -127,9 +128,9 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
 
 
 def layouts_of(causal_lm: Any, held: Collection[str] = ()) -> dict[str, Layout]:
-    """Return how each parameter is stored in a checkpoint that holds tensors of these names.
+    """Return how each parameter is stored in a checkpoint that holds tensors with these names.
 
-    Raises `UnsupportedError` if the model stores a parameter in a way that is not known.
+    Raises `UnsupportedError` if the model stores a parameter in a way that this worker does not know.
     """
     return {
         name: lora_layout(name, parameter) if is_lora(name) else _layout(name, parameter, causal_lm, held)
@@ -159,9 +160,9 @@ def load_weights(
     config: WorkerConfig,
     device: torch.device,
 ) -> None:
-    """Fill this rank's shards of a sharded policy from its checkpoint, and those of a LoRA with their initial values.
+    """Fill this rank's shards of a policy from its checkpoint, and the shards of a LoRA with their initial values.
 
-    Buffers are not sharded; they are placed on the ``device`` that computes.
+    Buffers are not sharded; they are placed on ``device``, which computes.
     """
     buffers = dict(policy.named_buffers())
     policy.to_empty(device="cpu" if config.cpu_offload else device)
@@ -184,9 +185,9 @@ def place_buffers(policy: PolicyModel, buffers: Mapping[str, torch.Tensor], devi
 
 
 def _freeze(causal_lm: nn.Module, patterns: Sequence[str]) -> None:
-    """Exclude the parameters that a pattern matches from training.
+    """Exclude the parameters that match a pattern from training.
 
-    Raises `ConfigError` if a pattern matches nothing, or the patterns match every parameter.
+    Raises `ConfigError` if a pattern matches no parameter, or if the patterns match every parameter.
     """
     names = {name for name, _ in causal_lm.named_parameters()}
     for pattern in patterns:
@@ -202,7 +203,7 @@ def _freeze(causal_lm: nn.Module, patterns: Sequence[str]) -> None:
 def _recompute_layers(policy: PolicyModel) -> None:
     """Make each decoder layer keep only its input, and recompute itself in the backward pass."""
     model = policy.causal_lm
-    # transformers 5.23 renames it and deprecates the older name.
+    # transformers 5.23 renames this method and deprecates the old name.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     for layer in _layers(policy):
@@ -210,10 +211,10 @@ def _recompute_layers(policy: PolicyModel) -> None:
 
 
 def shard_policy(policy: PolicyModel, mesh: DeviceMesh, config: WorkerConfig) -> None:
-    """Shard each decoder layer and the rest over the mesh's last dimension, gradients summed over all of its ranks.
+    """Shard each decoder layer, and the rest as one more unit, over the last dimension of the mesh.
 
-    Gathered parameters are cast to the configured dtype, and gradients to the dtype in which they are summed. Shards in
-    host memory are pinned if the mesh consists of GPUs.
+    Gradients are summed over all ranks of the mesh. Gathered parameters are cast to the configured dtype, and gradients
+    to the dtype in which they are summed. Shards in host memory are pinned if the mesh consists of GPUs.
     """
     summed_dtype = config.reduce_dtype or config.stored_dtype
     precision = MixedPrecisionPolicy()
@@ -229,5 +230,5 @@ def shard_policy(policy: PolicyModel, mesh: DeviceMesh, config: WorkerConfig) ->
 
 
 def _layers(policy: PolicyModel) -> list[nn.Module]:
-    """Return the decoder layers; a vision tower belongs to the rest."""
+    """Return the decoder layers, which do not include those of a vision tower."""
     return decoder_layers(policy.causal_lm)

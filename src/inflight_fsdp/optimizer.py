@@ -1,7 +1,7 @@
-"""AdamW over the local shards of one rank, in full precision or in 8 bits, its learning rate, and the global norm.
+"""AdamW over one rank's local shards, in full precision or in 8 bits, with its learning rate and the global norm.
 
-AdamW works element by element, so it can work on plain local tensors, which avoids the cost of dispatching every
-operation through DTensor.
+AdamW works element by element, so it can use plain local tensors. This avoids the cost of dispatching every operation
+through DTensor.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _SETTINGS = ("betas", "eps", "weight_decay")
 
 
 class ShardedAdamW:
-    """torch's AdamW over the sharded parameters, by the worker's names; all parameters have taken the same number of
-    steps.
+    """torch's AdamW over the sharded parameters, under the worker's names for them.
 
-    Moments are allocated when they are first needed: a worker that never steps, such as a frozen reference, has none.
+    All parameters have taken the same number of steps. Moments are allocated when they are first needed: a worker that
+    never takes a step, such as a frozen reference model, has none.
     """
 
     def __init__(self, adamw: torch.optim.Optimizer, names: Iterable[str]) -> None:
@@ -40,7 +40,7 @@ class ShardedAdamW:
 
     @property
     def states(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """The moments, ``exp_avg`` and ``exp_avg_sq``, of this rank's shards, each by parameter."""
+        """The moments ``exp_avg`` and ``exp_avg_sq`` of this rank's shards, each as a mapping by parameter name."""
         self._allocate()
         return {kind: {name: self._moment(kind, name) for name in self._updated} for kind in _MOMENTS}
 
@@ -51,14 +51,13 @@ class ShardedAdamW:
         return int(self._adamw.state[first]["step"].item()) if self._adamw.state else 0
 
     def set_num_steps(self, value: int) -> None:
-        """Set the number of steps taken to ``value``; the caller fills in the moments."""
+        """Set the number of steps taken; the caller fills in the moments."""
         self._allocate()
         for tensor in self._updated.values():
             self._adamw.state[tensor]["step"].fill_(value)
 
     def resume(self, states: Mapping[str, Mapping[str, torch.Tensor]], num_steps: int) -> None:
-        """Continue after ``num_steps`` steps, with moments that the caller has read into the ``states`` from
-        `states`."""
+        """Continue after ``num_steps`` steps, with the moments that the caller has read into what `states` returned."""
         self.set_num_steps(num_steps)
 
     def reset(self) -> None:
@@ -70,7 +69,7 @@ class ShardedAdamW:
     ) -> None:
         """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters.
 
-        ``settings`` replace the optimizer's own for this step, except for the learning rate and the clipping.
+        ``settings`` replace the optimizer's own settings for this step, but their learning rate and norm are ignored.
         """
         own = self._own_settings
         self._group.update(own if settings is None else {name: getattr(settings, name) for name in own})
@@ -97,9 +96,10 @@ class ShardedAdamW:
 
 
 class ShardedAdamW8bit(ShardedAdamW):
-    """torchao's AdamW with moments in 8 bits; `states` are copies in the dtype of their parameters.
+    """torchao's AdamW with moments in 8 bits; `states` returns copies in the dtype of their parameters.
 
-    Shards of fewer than 4,096 elements, or that blocks of 256 do not divide, keep theirs in full precision.
+    The moments of shards with fewer than 4,096 elements, or with a size that is not a multiple of 256, stay in full
+    precision.
     """
 
     def resume(self, states: Mapping[str, Mapping[str, torch.Tensor]], num_steps: int) -> None:
@@ -110,7 +110,7 @@ class ShardedAdamW8bit(ShardedAdamW):
                 self._adamw.state[self._updated[name]][kind].copy_(tensor)
 
     def _step(self, gradients: Sequence[torch.Tensor], learning_rate: float) -> None:
-        # torchao compiles its step for each shape of shard, for seconds each, which does not pay off on a CPU.
+        # torchao takes seconds to compile its step for each shape of a shard, which does not pay off on a CPU.
         on_cpu = self._group["params"][0].device.type == "cpu"
         with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
             super()._step(gradients, self._group["lr"].fill_(learning_rate))
@@ -128,7 +128,7 @@ class ShardedAdamW8bit(ShardedAdamW):
 
 
 def make_adamw(parts: Mapping[str, ParameterPart], config: WorkerConfig) -> ShardedAdamW:
-    """Return the configured optimizer over the trained parts. Raises `ConfigError` if its package is missing."""
+    """Return the configured optimizer for the trained parts. Raises `ConfigError` if its package is missing."""
     with torch.no_grad():
         shards = {name: part.local for name, part in parts.items() if part.is_trained}
     if config.optimizer == "adamw":
@@ -141,9 +141,9 @@ def make_adamw(parts: Mapping[str, ParameterPart], config: WorkerConfig) -> Shar
 
 
 def learning_rate_at(version: int, config: WorkerConfig) -> float:
-    """Return the learning rate of the step that leads from ``version`` to the next.
+    """Return the learning rate of the step that leads from ``version`` to the next version.
 
-    Linear warm-up reaches the full rate at step ``warmup_steps``; the decay reaches zero at ``total_steps``.
+    The linear warm-up reaches the full rate at step ``warmup_steps``; the decay reaches zero at ``total_steps``.
     """
     if version < config.warmup_steps:
         return config.learning_rate * (version + 1) / config.warmup_steps
@@ -155,10 +155,10 @@ def learning_rate_at(version: int, config: WorkerConfig) -> float:
 
 
 def global_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> float:
-    """Return the 2-norm over all shards of all ranks, the same on every rank; squares are summed in float64.
+    """Return the 2-norm of all shards of all ranks, the same on every rank; squares are summed in float64.
 
-    Each shard must be passed by only one rank. ``device`` is a device that the default group can communicate from;
-    gradients may be on a different device.
+    Only one rank may pass each shard. The default group must be able to communicate from ``device``; the gradients may
+    be on a different device.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradient in gradients:
@@ -170,7 +170,7 @@ def global_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> floa
 
 
 def clip(gradients: Sequence[torch.Tensor], norm: float, max_norm: float | None) -> None:
-    """Scale the gradients in place so that their norm, now ``norm``, is at most ``max_norm``."""
+    """Scale the gradients in place so that their norm, currently ``norm``, is at most ``max_norm``."""
     if max_norm is not None and norm > max_norm:
         torch._foreach_mul_(list(gradients), max_norm / norm)
 

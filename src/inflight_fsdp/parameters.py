@@ -21,8 +21,9 @@ from inflight_fsdp.stored_boxes import StoredBox, blocks_of, held_boxes
 class ShardedParameters:
     """This rank's parts of the parameters, and how all parameters are stored and sharded.
 
-    ``parts`` holds the parameters of which this rank has a part, by the trainer's names; ``shardings`` and ``layouts``
-    cover all parameters, in the same order on every rank. Parameters that are not trained are not published either.
+    ``parts`` holds the parameters of which this rank has a part, under the trainer's names; ``shardings`` and
+    ``layouts`` cover all parameters, in the same order on every rank. Parameters that are not trained are not published
+    either.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ShardedParameters:
         """An empty part, for parameters that are on other ranks."""
         self._parameter_of = {stored: name for name, layout in layouts.items() for stored in layout.shapes}
         self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        """The parameter gathered last, if it is stored as several tensors, and the tensors not yet requested."""
+        """The last gathered parameter that is stored as several tensors, and those not yet requested."""
 
     @property
     def published(self) -> Mapping[str, Layout]:
@@ -57,7 +58,7 @@ class ShardedParameters:
         return {name: layout for name, layout in self.layouts.items() if name not in frozen}
 
     def specs(self) -> Sequence[TensorSpec]:
-        """Return the stored tensors of trained parameters."""
+        """Return the specs of the stored tensors of trained parameters."""
         return [
             TensorSpec(name=name, dtype=self.wire_dtype, shape=shape)
             for layout in self.published.values()
@@ -66,9 +67,9 @@ class ShardedParameters:
 
     @functools.cached_property
     def _held(self) -> list[dict[str, list[StoredBox]]] | None:
-        """The boxes of trained parameters' stored tensors that each rank sends; None if one must be gathered.
+        """The boxes that each rank sends of trained parameters' stored tensors; None if any tensor must be gathered.
 
-        Ranks that hold the same parts take turns, so that each parameter is sent by a different one of them.
+        Ranks that hold the same parts take turns, so that a different rank sends each parameter.
         """
         num_ranks = dist.get_world_size()
         held: list[dict[str, list[StoredBox]]] = [{} for _ in range(num_ranks)]
@@ -86,7 +87,10 @@ class ShardedParameters:
         return held
 
     def wire_shardings(self) -> Sequence[wire.Sharding]:
-        """Return which boxes of each of `specs` each rank sends; empty if they must be gathered. Never communicates."""
+        """Return which boxes of each tensor of `specs` each rank sends; empty if the tensors must be gathered.
+
+        Never communicates.
+        """
         if self._held is None:
             return ()
         return [
@@ -116,15 +120,15 @@ class ShardedParameters:
             yield WeightBucket(bucket.index, tuple(found), tuple(tensors))
 
     def frozen_names(self) -> Sequence[str]:
-        """Return the stored tensors of parameters that are not trained."""
+        """Return the names of the stored tensors of parameters that are not trained."""
         published = self.published
         frozen = (layout for name, layout in self.layouts.items() if name not in published)
         return [name for layout in frozen for name in layout.shapes]
 
     def gather(self, specs: Sequence[TensorSpec], buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield buckets of these tensors, which share no memory with the parameters: whole on rank 0, empty elsewhere.
+        """Yield buckets of these tensors: whole tensors on rank 0, and empty buckets on the other ranks.
 
-        Every rank calls it and exhausts it.
+        The tensors share no memory with the parameters. Every rank must exhaust the iterator.
         """
         self._split = ("", {})
         for bucket in buckets:
@@ -135,7 +139,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def _gather(self, name: str) -> torch.Tensor | None:
-        """Return one stored tensor in the wire dtype, in its own memory, on rank 0 and None elsewhere; collective."""
+        """On rank 0, return one stored tensor in the wire dtype, in its own memory; elsewhere, None. Collective."""
         owner = self._parameter_of[name]
         layout = self.layouts[owner]
         dtype: torch.dtype = getattr(torch, self.wire_dtype)
@@ -154,7 +158,7 @@ class ShardedParameters:
         return ShardedTensor(local, self.shardings[name], self.layouts[name])
 
     def moments(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> list[ShardedTensor]:
-        """Return this rank's part of the optimizer's moments, by kind and parameter."""
+        """Return this rank's parts of the optimizer's moments, ordered by kind and parameter."""
         return [
             ShardedTensor(tensors.get(name, self._nothing), self.shardings[name], layout.suffixed(f".{kind}"))
             for kind, tensors in states.items()

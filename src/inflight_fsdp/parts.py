@@ -14,15 +14,15 @@ class ParameterPart(Protocol):
 
     @property
     def is_trained(self) -> bool:
-        """Return False for a parameter without gradients and optimizer states."""
+        """Return whether the parameter is trained, and so has gradients and optimizer states."""
 
     @property
     def local(self) -> torch.Tensor:
-        """The weights, in memory of the trainer."""
+        """The weights, in the trainer's own memory."""
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The gradient, summed over ranks, in memory that a step may change; zeros if the parameter was not used."""
+        """The gradient, summed over ranks, in memory that a step may overwrite; zeros if the parameter was not used."""
 
     def clear_gradient(self) -> None:
         """Discard the gradient."""

@@ -1,8 +1,8 @@
-"""The stages of a pipeline: hidden states are sent from stage to stage within autograd.
+"""The stages of a pipeline: autograd functions send hidden states from stage to stage.
 
 `forward` and `backward` thus stay separate calls, as the worker contract requires. A stage sends each row before it
-computes the next, so stages compute different rows at the same time; autograd runs the backward passes of the rows in
-reverse order, the same on every stage (GPipe, arXiv:1811.06965).
+computes the next one, so stages compute different rows at the same time. Autograd runs the backward passes of the rows
+in reverse order, which is the same on every stage (GPipe, arXiv:1811.06965).
 
 Shape suffixes: R tokens of a row, H hidden, N targets of all rows.
 """
@@ -20,7 +20,7 @@ from inflight_fsdp.rows import Row
 
 
 class Pipeline:
-    """One stage; the ranks of ``group`` are the stages, in order."""
+    """One stage of a pipeline; the ranks of ``group`` are its stages, in order."""
 
     def __init__(self, group: dist.ProcessGroup, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """``dtype`` is the dtype of hidden states; all ranks communicate from ``device``."""
@@ -41,10 +41,10 @@ class Pipeline:
     def logprobs(
         self, rows: Sequence[Row], compute: Callable[[Row, torch.Tensor | None], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the logprobs [N] of the rows' targets, which the last stage computes, on every stage; collective.
+        """Return the logprobs [N] of the rows' targets on every stage; the last stage computes them. Collective.
 
-        ``compute`` takes a row and the hidden states [1, R, H] of the previous stage (None on the first); it returns
-        its own hidden states, or logprobs on the last stage.
+        ``compute`` receives a row and the hidden states [1, R, H] of the previous stage (None on the first stage). It
+        returns this stage's hidden states, or logprobs on the last stage.
         """
         outputs = []
         for row in rows:
@@ -58,7 +58,7 @@ class Pipeline:
         return logprobs_N
 
     def send(self, x: torch.Tensor, stage: int) -> None:
-        """Send a tensor, without waiting for the other stage."""
+        """Send a tensor to another stage, without waiting for that stage."""
         self._sent = [(call, memory) for call, memory in self._sent if not call.is_completed()]
         memory = x.detach().contiguous()
         self._sent.append((dist.isend(memory, group=self.group, group_dst=stage), memory))
@@ -71,8 +71,7 @@ class Pipeline:
 
 
 class _Send(torch.autograd.Function):
-    """Sends hidden states to the next stage, and returns a zero, through which the backward pass receives their
-    gradient."""
+    """Sends hidden states to the next stage, and returns a zero whose backward pass receives their gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden_1RH: torch.Tensor, pipeline: Pipeline) -> torch.Tensor:
@@ -102,8 +101,10 @@ class _Receive(torch.autograd.Function):
 
 
 class _FromLast(torch.autograd.Function):
-    """Sends logprobs from the last stage to all stages, which compute the same loss: only the last uses its
-    gradient."""
+    """Sends logprobs from the last stage to all stages.
+
+    All stages compute the same loss from them, but only the last stage uses the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, joined: torch.Tensor, pipeline: Pipeline, shape: tuple[int, ...]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The share of an optimizer step's updates that a narrow dtype rounds away."""
+"""The share of an optimizer step's updates that is lost because a narrow dtype rounds them away."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from inflight.errors import PrecisionWarning
 
 _SAMPLE = 1 << 20
-"""Number of elements that each rank compares."""
+"""Approximate number of elements that each rank compares."""
 _NUM_STEPS = 3
 """Number of steps after which the lost updates are reported."""
 
@@ -28,9 +28,9 @@ def lost_share(
     gradients: Sequence[torch.Tensor],
     device: torch.device,
 ) -> float | None:
-    """Return the share of elements with a gradient that a step left unchanged, or None if none has one; collective.
+    """Return which share of the elements with a gradient a step left unchanged, or None if there are none.
 
-    The default group communicates from ``device``; each shard must be passed by only one rank.
+    Collective over the default group, which communicates from ``device``. Only one rank may pass each shard.
     """
     counts = torch.zeros(2, dtype=torch.float64, device=device)
     for old, new, gradient in zip(before, after, gradients, strict=True):
@@ -43,8 +43,7 @@ def lost_share(
 
 
 class LostUpdates:
-    """Warns that bfloat16 master weights lose updates: in general terms at first, with figures after the first
-    steps."""
+    """Warns that bfloat16 master weights lose updates: first in general terms, and after a few steps with figures."""
 
     def __init__(self, *, warns: bool) -> None:
         self._shares: list[float] = []
@@ -56,7 +55,7 @@ class LostUpdates:
         )
 
     def note(self, share: float | None) -> None:
-        """Record the share of a step, as returned by `lost_share`."""
+        """Record the share that `lost_share` returned for a step."""
         if share is None or len(self._shares) == _NUM_STEPS:
             return
         self._shares.append(share)

@@ -1,8 +1,8 @@
-"""A micro-batch as the rows that a rank computes: cut into pipeline chunks and into parts of context-parallel ranks.
+"""A micro-batch as the rows that a rank computes: cut into pipeline chunks, and these among context-parallel ranks.
 
 Shape suffixes: T packed tokens, C tokens that are computed (T without those that repeat a shared prefix), R those of
-this rank, N targets that it predicts, H hidden, M tokens that images fill, L layers, K experts of a token in a layer,
-or candidate tokens scored at a target's position.
+this rank, N targets that this rank predicts, H hidden, M tokens that images fill, L layers, K experts of a token in a
+layer or candidate tokens scored at a target's position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HeadTargets:
     rows_N: torch.Tensor
     """The hidden states that predict the targets: those of the preceding tokens."""
     token_ids_N: torch.Tensor
-    """Or [N, K]: several candidate tokens at each target's position."""
+    """[N], or [N, K] with several candidate tokens at each target's position."""
     temperature_N: torch.Tensor
     chunk_size: int
     """Number of targets whose logits are in memory at the same time."""
@@ -54,7 +54,8 @@ class HeadTargets:
     ) -> torch.Tensor:
         """Return the logprobs [N], or [N, K]; each rank of a group computes some of them, with the whole weight.
 
-        Hidden states are the same on all ranks; the gradients of both arguments cover only a rank's own targets.
+        The hidden states must be the same on all ranks. On each rank, the gradients of the hidden states and of the
+        weight cover only the rank's own targets.
         """
         mine = torch.arange(len(self.rows_N), device=weight_VH.device)[group.rank() :: group.size()]
         logprobs_N = self.some(mine).logprobs(hidden_1RH, weight_VH, None)
@@ -72,12 +73,12 @@ class PackedImages:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The tokens that a policy computes at once; at least one token."""
+    """The tokens that a policy computes in one forward pass; at least one token."""
 
     token_ids_R: torch.Tensor
     position_ids_R: torch.Tensor
     plan: SegmentPlan
-    """Segments of the whole row, parts of which other ranks may compute."""
+    """The segments of the whole row; other ranks may compute parts of it."""
     targets: HeadTargets
     places_N: torch.Tensor
     """int64: the targets' indices in the micro-batch."""
@@ -95,11 +96,11 @@ def rows_of(
     device: torch.device,
     images: PackedImages | None = None,
 ) -> list[Row]:
-    """Return a micro-batch as ``num_rows`` rows of whole segments, whatever its size; tensors are on ``device``.
+    """Return a micro-batch of any size as exactly ``num_rows`` rows of whole segments, with tensors on ``device``.
 
-    A row without segments gets a token that belongs to no segment: other ranks may have tokens in that row, and all
-    take part in the same collectives. With an ``exchange`` each row is padded so that its ranks get equal parts.
-    ``images`` are those of a single row.
+    A row without segments gets a padding token: other ranks may have tokens in that row, and all ranks must take part
+    in the same collectives. With an ``exchange``, each row is padded so that its ranks get equal parts. ``images`` may
+    be passed only if there is a single row.
     """
     rows, start = [], 0
     for lengths in _shares(batch.segment_lengths, num_rows):
@@ -155,7 +156,7 @@ def _row(
             shared = shared.padded(padding)
     each = len(token_ids_C) // num_ranks
     mine = slice(rank * each, (rank + 1) * each)
-    # Reading the indices is the only synchronisation with a batch on a GPU, where no prefixes are shared.
+    # If the batch is on a GPU and no prefixes are shared, only reading these indices synchronises with the GPU.
     if num_ranks > 1:
         is_mine_N = (rows_N >= mine.start) & (rows_N < mine.stop)
         rows_N, targets_N = rows_N[is_mine_N] - mine.start, targets_N[is_mine_N]
@@ -187,9 +188,9 @@ def head_exchange(ranks: RankLayout, device: torch.device) -> HeadExchange | Non
 
 
 def sum_over_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over the ranks of a group; each receives the gradient of one of them, which is the same for all.
+    """Return the sum of ``x`` over the ranks of a group; the backward pass does not sum gradients over ranks.
 
-    For a loss that all of them compute identically from the result: its gradient must be counted once.
+    All ranks must compute the same loss from the result, so its gradient is the same on each and must be counted once.
     """
     total: torch.Tensor = _SummedForAll.apply(x, group)  # type: ignore[no-untyped-call]
     return total

@@ -1,4 +1,4 @@
-"""`ShardedWorker`: one rank of a trainer that holds a part of each parameter, with any sharding library.
+"""`ShardedWorker`: one rank of a trainer whose ranks hold parts of the parameters, with any sharding library.
 
 Shape suffixes: T packed tokens, N targets, H hidden, V vocabulary.
 """
@@ -72,7 +72,7 @@ class ShardedWorker(
     """One trainer rank."""
 
     num_rows: int = 1
-    """Number of rows that a micro-batch is cut into."""
+    """Number of rows into which a micro-batch is cut."""
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ class ShardedWorker(
     ) -> None:
         """Build a worker around a sharded model.
 
-        ``policy`` takes a `Row` and returns logprobs [N], which depend on every parameter even if N is 0, so that every
-        rank takes part in the same collectives. ``parts`` holds the parameters of which this rank has a part, by the
-        trainer's names; ``shardings`` and ``layouts`` cover all parameters, in the same order on every rank. Parameters
-        that are not trained are not published either. ``optimizer`` updates the trained parts, in the same order.
-        ``summed_over`` are the parameters that this rank computes with separately from the other ranks of a group:
-        their gradients remain to be summed.
+        ``policy`` receives a `Row` and returns logprobs [N], which depend on every parameter even if N is 0, so that
+        every rank takes part in the same collectives. ``parts`` holds the parameters of which this rank has a part,
+        under the trainer's names; ``shardings`` and ``layouts`` cover all parameters, in the same order on every rank.
+        Parameters that are not trained are not published either. ``optimizer`` updates the trained parts, in the same
+        order. ``summed_over`` contains the parameters whose gradients the model's own library does not sum over all
+        ranks, each with the group over which this worker must sum them.
         """
         self._config = config
         self._device = device
@@ -173,9 +173,9 @@ class ShardedWorker(
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return logprobs on the device of the batch, which may differ from the worker's.
 
-        Before any collective, raises `TrainerError` for a segment longer than the model's context and for experts that
-        the model does not have, and `UnsupportedError` for images if the model takes none and for experts if this
-        worker cannot replay them.
+        Raises `TrainerError` for a segment longer than the model's context and for experts that the model does not
+        have, and `UnsupportedError` for images that the model does not accept and for experts that this worker cannot
+        replay. All of these are raised before any collective call.
         """
         images = self._images_of(batch)
         if batch.routed_experts_TLK is not None:
@@ -190,7 +190,7 @@ class ShardedWorker(
         rows = rows_of(batch, self.num_rows, self._exchange, self._config.logprob_chunk_size, self._device, images)
         logprobs_N = self._compute(rows)
         places_N = torch.cat([row.places_N for row in rows])
-        # Without tokens the result must still depend on the parameters, hence one place more.
+        # The result must depend on the parameters even without tokens, hence one more element.
         shape = (batch.num_tokens + 1, *logprobs_N.shape[1:])
         logprobs_T = logprobs_N.new_zeros(shape).index_copy(0, places_N, logprobs_N)
         if self._exchange is not None:
@@ -237,7 +237,7 @@ class ShardedWorker(
 
     @torch.no_grad()
     def step(self, settings: AdamSettings | None = None) -> StepResult:
-        """Raise `TrainerError`, with nothing changed, if `backward` was not called since the last step."""
+        """Raises `TrainerError` if `backward` was not called since the last step; nothing has changed then."""
         if not self._has_gradients:
             raise TrainerError(f"step was called at version {self._version} without a gradient: call backward first")
         return self._update(settings)
@@ -295,9 +295,9 @@ class ShardedWorker(
         return self._between_ranks.exchange(message, timeout_s)
 
     def save(self, path: Path) -> None:
-        """Every rank writes its shards. A directory that is not a checkpoint of a worker is not replaced.
+        """Every rank writes its shards. A directory that is not a worker's checkpoint is not replaced.
 
-        Waits for any save in the background; if that fails, its error is raised and nothing is written.
+        Waits for any background save; if that save fails, its error is raised and nothing is written.
         """
         self._saves.finish()
         save_checkpoint(path, self._saved_state())
@@ -317,7 +317,7 @@ class ShardedWorker(
     def load(self, path: Path, *, optimizer: bool = True) -> None:
         """Every rank reads its shards from ``path``; gradients are cleared.
 
-        Waits for any save in the background, which may be to ``path``; `finish_save` still reports how it ended.
+        Waits for any background save, which may be writing to ``path``; `finish_save` still reports how it ended.
         """
         self._saves.wait()
         self._readers.wait("loading")
@@ -333,7 +333,7 @@ class ShardedWorker(
         self._forget_whole_parameters()
 
     def close(self) -> None:
-        """Wait for any save in the background, and end the process groups that this worker created. Idempotent.
+        """Wait for any background save, and end the process groups that this worker created. Idempotent.
 
         Call `finish_save` first to find out how the save ended.
         """
@@ -343,7 +343,7 @@ class ShardedWorker(
             dist.destroy_process_group()
 
     def _saved_state(self) -> TrainerState:
-        """Return the current state to save; every rank calls it."""
+        """Return the current state to save; every rank must call this."""
         return self._state(self._optimizer.states)
 
     @torch.no_grad()
@@ -358,8 +358,10 @@ class ShardedWorker(
         self._has_gradients = False
 
     def _forget_whole_parameters(self) -> None:
-        """Reshard layers that a forward pass without a backward pass left whole, so that nothing computes with old
-        values."""
+        """Reshard layers that a forward pass without a backward pass left gathered.
+
+        Otherwise the next forward pass would compute with the old values.
+        """
         for module in fsdp_modules(self._policy):
             module.reshard()
 
@@ -372,7 +374,7 @@ def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
 def sum_gradients_over_ranks(module: nn.Module) -> None:
     """Make ranks sum gradients instead of averaging them, in a way that every backend supports."""
     for part in fsdp_modules(module):
-        # The factor alone becomes a premultiplied sum, which gloo cannot do; the forced sum alone divides by the ranks.
+        # The factor alone becomes a premultiplied sum, which gloo lacks; the forced sum alone still averages.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
 

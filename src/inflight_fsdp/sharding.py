@@ -1,4 +1,4 @@
-"""Which part of each tensor a rank holds, gathering the parts, and reading only a rank's own part from safetensors."""
+"""Which part of each tensor each rank holds, gathering the parts, and reading only a rank's own part from a file."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def box_of(parameter: DTensor) -> Box:
 def shardings_of(
     boxes: Mapping[str, Box], shapes: Mapping[str, tuple[int, ...]], device: torch.device, *, is_flat: bool = False
 ) -> dict[str, Sharding]:
-    """Return which rank holds which box of each parameter in ``shapes``, the same on every rank; collective.
+    """Return which rank holds which box of each parameter in ``shapes``; collective over the default group.
 
-    ``boxes`` are this rank's boxes, possibly of only some of the parameters. The default group communicates from
-    ``device``.
+    The result is the same on every rank. ``boxes`` are this rank's boxes; it may hold boxes of only some parameters.
+    The default group communicates from ``device``.
     """
     width = 1 if is_flat else max(len(shape) for shape in shapes.values())
     edges = torch.zeros(len(shapes), width, 2, dtype=torch.int64)
@@ -55,7 +55,8 @@ def _box(edges: Sequence[tuple[int, int]], num_dims: int) -> Box | None:
 def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield each run of a box that is contiguous in the whole tensor, in order.
 
-    A run is the index of its first element in the whole tensor, and the leading indices that select it from the box.
+    A run is returned as the index of its first element in the whole tensor, and the leading indices that select it from
+    the box.
     """
     cut = [dim for dim, (part, size) in enumerate(zip(box, shape, strict=True)) if part.stop - part.start < size]
     last = max(cut, default=0)
@@ -69,12 +70,12 @@ def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, tuple[int, ..
 def gather_on_first(
     tensor: ShardedTensor, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor | None:
-    """Return the whole tensor in ``dtype``, in its own memory, on rank 0 and None elsewhere; collective.
+    """On rank 0, return the whole tensor in ``dtype``, in its own memory; elsewhere, return None. Collective.
 
-    Ranks send their parts to rank 0, so no other rank holds more than its own. The result is on ``device``, from which
-    ``group`` communicates. The group contains all ranks (None: the default group).
+    Ranks send their parts to rank 0, so the other ranks hold only their own parts. The result is on ``device``, from
+    which ``group`` communicates. The group contains all ranks; None means the default group.
     """
-    sent_dtype = min(dtype, tensor.local.dtype, key=lambda d: d.itemsize)  # cast where it makes less to send
+    sent_dtype = min(dtype, tensor.local.dtype, key=lambda d: d.itemsize)  # the narrower one, to send fewer bytes
     rank, owners = dist.get_rank(), tensor.sharding.owners
     if rank:
         if rank in owners:
@@ -84,7 +85,7 @@ def gather_on_first(
     if 0 in owners:
         full[owners[0]] = tensor.local.to(sent_dtype).to(device)
     parts = [(other, full[box]) for other, box in owners.items() if other]
-    # What is contiguous is its own copy, and is received in place.
+    # A contiguous part is received in place: contiguous() returns the part itself.
     received = [(other, part, part.contiguous()) for other, part in parts]
     for call in [dist.irecv(into, other, group=group) for other, _, into in received]:
         assert call is not None
@@ -109,7 +110,7 @@ def local_part(tensor: ShardedTensor, content: Any) -> torch.Tensor:
 
 
 def part_of(tensor: ShardedTensor, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return this rank's part of a parameter that is stored as ``stored``; never communicates."""
+    """Return this rank's part of a parameter, given its ``stored`` tensors; never communicates."""
     layout, box = tensor.layout, tensor.sharding.boxes[dist.get_rank()]
     assert box is not None
     whole = stored[layout.name] if layout.join is None else layout.join(stored)
@@ -126,10 +127,10 @@ def _range_of(stored: Any, shape: Sequence[int], wanted: slice) -> torch.Tensor:
 
 @torch.no_grad()
 def read_shards(stored: Mapping[str, StoredTensor], tensors: Sequence[ShardedTensor]) -> None:
-    """Fill this rank's parts one after another, cast to their dtype; every tensor must be stored with the right shape.
+    """Fill this rank's parts one after another, cast to their dtypes; the stored tensors must have the right shapes.
 
-    If a parameter is stored unchanged, only the part of this rank is read. One file is open at a time, since its mapped
-    pages count as memory of the process until it is closed.
+    If a parameter is stored unchanged, only this rank's part is read. Only one file is open at a time, because its
+    mapped pages count as memory of the process until it is closed.
     """
     by_files: dict[tuple[Path, ...], list[ShardedTensor]] = {}
     for tensor in tensors:

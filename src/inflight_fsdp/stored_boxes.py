@@ -1,6 +1,6 @@
-"""Which boxes of the stored tensors make up a rank's part of a parameter, so that ranks can send without gathering.
+"""Which boxes of the stored tensors make up a rank's part of a parameter, so that ranks can send it without gathering.
 
-A parameter may be stored as several tensors. Each of them has to be a box of the parameter, flattened or reshaped.
+A parameter may be stored as several tensors. Each of them must be a box of the parameter, possibly reshaped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAX_BOXES = 64
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A stored tensor as a box of the parameter, in row-major order."""
+    """A stored tensor that is a box of the parameter, with the same elements in row-major order."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,10 +30,10 @@ class StoredBlock:
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """A box of a stored tensor that a rank holds, and its place ``within`` the rank's part of the parameter.
+    """A box of a stored tensor that a rank holds, and where the box is ``within`` the rank's part of the parameter.
 
-    ``within`` is a range if the parameter was flattened before it was cut. The elements are in the same order, possibly
-    in another shape.
+    ``within`` is a range if the parameter was flattened before it was cut. ``box`` and ``within`` have the same
+    elements in the same order, but may have different shapes.
     """
 
     name: str
@@ -42,7 +42,7 @@ class StoredBox:
 
 
 def blocks_of(layout: Layout, shape: tuple[int, ...]) -> list[StoredBlock] | None:
-    """Return the stored tensors of a parameter as boxes of it, or None if one of them is not a box."""
+    """Return the stored tensors of a parameter as boxes of the parameter, or None if one of them is not a box."""
     if layout.split is None:
         return [StoredBlock(layout.name, shape, tuple(slice(0, size) for size in shape))]
     coordinates = [_coordinate(shape, dim) for dim in range(len(shape))]
@@ -63,7 +63,7 @@ def blocks_of(layout: Layout, shape: tuple[int, ...]) -> list[StoredBlock] | Non
 
 
 def _coordinate(shape: tuple[int, ...], dim: int) -> torch.Tensor:
-    """Return a tensor of this shape whose elements are their own index in a dimension; it takes little memory."""
+    """Return a tensor of this shape whose elements are their own indices along ``dim``; it needs little memory."""
     line = torch.arange(shape[dim], dtype=torch.int32)
     return line.view([-1 if i == dim else 1 for i in range(len(shape))]).expand(shape)
 
@@ -71,9 +71,9 @@ def _coordinate(shape: tuple[int, ...], dim: int) -> torch.Tensor:
 def _is_row_major(
     points: Sequence[torch.Tensor], box: Box, sizes: tuple[int, ...], stored_shape: tuple[int, ...]
 ) -> bool:
-    """Return whether a stored tensor has the elements of the box in order, judging by samples.
+    """Return whether a stored tensor contains the elements of the box in order, as far as samples show.
 
-    Samples are the lines through its first element along each dimension, and some elements anywhere.
+    The samples are the lines through its first element along each dimension, and 256 random elements.
     """
     num_elements = math.prod(stored_shape)
     samples = torch.randint(num_elements, (256,), generator=torch.Generator().manual_seed(0))
@@ -107,7 +107,7 @@ def held_boxes(blocks: Sequence[StoredBlock], sharding: Sharding, rank: int) -> 
 
 
 def _stored_boxes(block: StoredBlock, common: Box, sharding: Sharding, part: Box) -> list[StoredBox] | None:
-    """Return a box of the parameter that lies in both a block and a rank's part, as boxes of the stored tensor."""
+    """Return the boxes of a stored tensor that make up ``common``, a box in both the block and a rank's ``part``."""
     found = []
     for piece in _pieces(common, block, sharding):
         inner = _relative(piece, block.box)
@@ -130,7 +130,7 @@ def _stored_boxes(block: StoredBlock, common: Box, sharding: Sharding, part: Box
 
 
 def _pieces(common: Box, block: StoredBlock, sharding: Sharding) -> Iterator[Box]:
-    """Yield the box in pieces that are contiguous where they must be: in a flattened part, or when reshaped."""
+    """Yield the box in pieces; each is contiguous if the part is flattened or the block is reshaped."""
     is_reshaped = _without_ones(common, _sizes(block.box), block.shape) is None
     if not sharding.is_flat and not is_reshaped:
         yield common
@@ -143,8 +143,7 @@ def _pieces(common: Box, block: StoredBlock, sharding: Sharding) -> Iterator[Box
 
 
 def _without_ones(box: Box, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box | None:
-    """Return the box in another shape that differs from ``sizes`` only by dimensions of 1, or None if it differs
-    more."""
+    """Return the same box in a tensor of another shape, or None unless ``shape`` and ``sizes`` differ only in ones."""
     if [size for size in sizes if size != 1] != [size for size in shape if size != 1]:
         return None
     kept = iter(part for part, size in zip(box, sizes, strict=True) if size != 1)

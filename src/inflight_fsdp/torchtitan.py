@@ -1,7 +1,7 @@
-"""`TorchTitanWorker`: one rank of a trainer on TorchTitan's models, parallelism and optimizers. Imports torchtitan.
+"""`TorchTitanWorker`: one rank of a trainer that uses TorchTitan's models, parallelism and optimizers.
 
-The model consists of TorchTitan's own modules, configured from the config.json of a Hugging Face checkpoint,
-parallelized by its family's function, and stored under the names of its state-dict adapter.
+The model consists of TorchTitan's own modules, configured from the config.json of a Hugging Face checkpoint. The
+function of its family parallelizes it, and its state-dict adapter determines the names of the stored tensors.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def create_worker(config: TorchTitanConfig | Mapping[str, object]) -> TorchTitan
 
 
 class TorchTitanWorker(ShardedWorker):
-    """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
+    """One trainer rank, made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
 
     def __init__(self, config: TorchTitanConfig, device: torch.device, *, owns_group: bool) -> None:
         if config.compile:
@@ -70,7 +70,7 @@ class TorchTitanWorker(ShardedWorker):
         with torch.device("meta"), set_default_dtype(getattr(torch, config.stored_dtype)):
             decoder: Decoder = model_config.build()
         if config.compile:
-            # TorchTitan's own compiling allows no break in a layer's graph, and attention over segments breaks it.
+            # TorchTitan's own compilation allows no break in a layer's graph, but attention over segments breaks it.
             compile_layers(decoder.layers.values())
         adapter = family.adapter(model_config, None)
         layouts = {name: layout_of(name, parameter, adapter) for name, parameter in decoder.named_parameters()}
@@ -81,15 +81,15 @@ class TorchTitanWorker(ShardedWorker):
         on_every_rank(lambda: check_checkpoint(config.model_path, only_weights=True), device)
         dims = _parallel_dims(config, device)
         tensor_mesh = dims.get_optional_mesh("tp")
-        # The row of the padding has no gradient, as in transformers.
+        # The padding token's embedding has no gradient, as in transformers.
         decoder.tok_embeddings.padding_idx = _padding_row(hf_config, tensor_mesh)
         if config.pipeline_parallel > 1:
             keep_stage(decoder, dims.get_mesh("pp").get_local_rank(), config.pipeline_parallel)
         _parallelize(decoder, family, dims, config, device)
         decoder.to_empty(device="cpu" if config.cpu_offload else device)
         with torch.no_grad():
-            decoder.init_states(buffer_device=device)  # the rotary tables; ties a tied head again
-        # The last stage of a pipeline has a tied embedding as its head.
+            decoder.init_states(buffer_device=device)  # fills the rotary tables, and ties a tied head again
+        # In the last stage of a pipeline, a tied embedding has the name of the head.
         names = {HEAD: EMBEDDING} if hf_config.tie_word_embeddings else {}
         parameters = {
             names.get(canonical_fqn(name), canonical_fqn(name)): cast(DTensor, p)
@@ -123,7 +123,7 @@ class TorchTitanWorker(ShardedWorker):
 
 
 def _padding_row(hf_config: Any, tensor_mesh: DeviceMesh | None) -> int | None:
-    """Return the row of the padding token in this rank's part of the embedding, or None if it is on another rank."""
+    """Return the row of the padding token in this rank's part of the embedding, or None if it is elsewhere."""
     row: int | None = hf_config.pad_token_id
     if row is None or tensor_mesh is None:
         return row
@@ -132,13 +132,16 @@ def _padding_row(hf_config: Any, tensor_mesh: DeviceMesh | None) -> int | None:
 
 
 def _tied_embedding_groups(config: TorchTitanConfig) -> dict[str, dist.ProcessGroup]:
-    """Return the group of the first and last stages, which both have the tied embedding; collective."""
+    """Return the group of this rank and its peer in the first or last stage, which both have the tied embedding.
+
+    Empty on the ranks of other stages, and without a pipeline. Collective.
+    """
     num_ranks, num_stages = dist.get_world_size(), config.pipeline_parallel
     if num_stages == 1:
         return {}
     each, rank = num_ranks // num_stages, dist.get_rank()
     pairs = [[first, num_ranks - each + first] for first in range(each)]
-    groups = {tuple(pair): dist.new_group(pair) for pair in pairs}  # torch requires that every rank makes every group
+    groups = {tuple(pair): dist.new_group(pair) for pair in pairs}  # torch requires every rank to create every group
     mine = [group for pair, group in groups.items() if rank in pair]
     return {EMBEDDING: mine[0]} if mine else {}
 
@@ -146,13 +149,13 @@ def _tied_embedding_groups(config: TorchTitanConfig) -> dict[str, dist.ProcessGr
 def _parallel_dims(config: TorchTitanConfig, device: torch.device) -> ParallelDims:
     """Return TorchTitan's meshes of all ranks; collective.
 
-    TorchTitan is not told that ranks share rows: it sums their gradients like those of ranks with their own rows.
+    TorchTitan does not know that ranks share rows: it sums their gradients like those of ranks with their own rows.
     """
     num_ranks = dist.get_world_size()
     num_sharing = num_ranks // (config.tensor_parallel * config.pipeline_parallel)
     size = config.shard_size or num_sharing
     set_spmd_backend("partial_dtensor")
-    # Without an accelerator TorchTitan makes its meshes for CUDA.
+    # Without an accelerator, TorchTitan would create its meshes for CUDA.
     parallel_dims.device_type = device.type
     dims = ParallelDims(
         dp_replicate=num_sharing // size,
@@ -174,7 +177,7 @@ def _parallelize(
     """Shard the decoder as TorchTitan does, except that a tied head stays tied to its embedding.
 
     TorchTitan cuts the two separately for tensor parallelism, and ties them only after FSDP2 has treated them as two
-    parameters: where ranks have parts of different sizes, FSDP2 then computes with an embedding that no step changes.
+    parameters. If ranks have parts of different sizes, FSDP2 then computes with an embedding that no step changes.
     """
     cut = decoder.parallelize
 
@@ -190,7 +193,7 @@ def _parallelize(
         training=TrainingConfig(
             dtype=cast(Any, config.stored_dtype),
             mixed_precision_param=cast(Any, config.dtype),
-            # TorchTitan pins host memory, which needs a GPU; on a CPU there is nothing to move.
+            # TorchTitan pins host memory, which needs a GPU; on a CPU, nothing needs to be offloaded.
             enable_cpu_offload=config.cpu_offload and device.type != "cpu",
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
@@ -202,7 +205,7 @@ def _parallelize(
 
 
 def _optimizer(decoder: Decoder, parameters: Mapping[str, DTensor], config: TorchTitanConfig) -> ShardedAdamW:
-    """Return the only optimizer in TorchTitan's container, which covers all parameters."""
+    """Return the single optimizer in TorchTitan's container; it covers all parameters."""
     settings = {"lr": config.learning_rate, **config.adamw_settings}
     group = ParamGroupConfig(pattern=".*", optimizer_name="AdamW", optimizer_kwargs=settings)
     container = OptimizersContainer.Config(param_groups=[group], implementation=config.optimizer_implementation)

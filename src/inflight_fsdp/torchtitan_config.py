@@ -11,22 +11,24 @@ from inflight_fsdp.config import RankLayout, WorkerConfig
 
 
 class TorchTitanConfig(WorkerConfig):
-    """Settings of one TorchTitan worker; the same on every rank."""
+    """Settings of a TorchTitan worker; they are the same on every rank."""
 
     LABEL: ClassVar[str] = "TorchTitan"
 
     optimizer_implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """The optimizer in TorchTitan's optimizer container."""
+    """The implementation that TorchTitan's optimizer container uses."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Neighbouring ranks that share each matrix of the layers and the vocabulary, with the same micro-batches."""
+    """Number of neighbouring ranks that share the layers' matrices and the vocabulary. They receive the same
+    micro-batches."""
     expert_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the experts of each layer; tokens are sent to their experts. Each rank has its own tokens."""
+    """Number of ranks that share the experts of each layer. Each rank has its own tokens, and sends them to the ranks
+    that have their experts."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the layers, in stages with about equal numbers of layers. They receive the same
+    """Number of stages, each on ranks of its own, with about equal numbers of layers. All stages receive the same
     micro-batches."""
     pipeline_chunks: int | None = Field(default=None, ge=1)
-    """Number of parts that a pipeline cuts each micro-batch into, between segments, so that stages compute at the same
-    time; None: twice the number of stages."""
+    """Number of parts into which a pipeline cuts each micro-batch, between segments, so that its stages compute at the
+    same time; None means twice the number of stages."""
 
     @model_validator(mode="after")
     def _has_no_settings_of_fsdp(self) -> TorchTitanConfig:

@@ -1,4 +1,4 @@
-"""TorchTitan's models configured from the config.json of a Hugging Face checkpoint, and their stages and layouts."""
+"""TorchTitan models configured from the config.json of a Hugging Face checkpoint, with their stages and layouts."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ HEAD, EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family of TorchTitan's registry, and which of its settings are translated."""
+    """A model family of TorchTitan, and what its configuration supports."""
 
     model: Any
     block: Any
     adapter: Callable[[Any, None], Any]
     parallelize: Callable[..., Any]
     shard: Callable[..., None]
-    """Sets, in a model's configuration, how its tensors are sharded."""
+    """Sets how a model's tensors are sharded, in the model's configuration."""
     rope: Any
     rope_types: tuple[str, ...]
     has_qk_norm: bool
@@ -78,7 +78,10 @@ FAMILIES = {
 
 
 def supported_config(config: TorchTitanConfig) -> Any:
-    """Return the transformers config of the checkpoint. Raises `UnsupportedError` for unsupported settings."""
+    """Return the transformers config of the checkpoint.
+
+    Raises `UnsupportedError` or `ConfigError` if the model cannot be trained as configured.
+    """
     if config.frozen:
         raise ConfigError("the TorchTitan worker trains every parameter and does not support frozen; omit it")
     hf = load_config(config.model_path)
@@ -104,7 +107,7 @@ def supported_config(config: TorchTitanConfig) -> Any:
 
 
 def _check_sizes(hf: Any, config: TorchTitanConfig) -> None:
-    """Raise `ConfigError` unless ranks can share the model's heads, experts and layers."""
+    """Raise `ConfigError` unless the ranks can share the model's heads, experts and layers as configured."""
     num_experts = getattr(hf, "num_experts", None) or 0
     divided = {
         "tensor_parallel": ("key-value heads", hf.num_key_value_heads),
@@ -122,8 +125,10 @@ def _check_sizes(hf: Any, config: TorchTitanConfig) -> None:
 
 
 def model_config_of(hf: Any, config: TorchTitanConfig) -> Decoder.Config:
-    """Return TorchTitan's configuration for a transformers config. Raises `UnsupportedError` for a rope type that is
-    not supported."""
+    """Return TorchTitan's configuration for a transformers config.
+
+    Raises `UnsupportedError` if its RoPE type is not supported.
+    """
     family = FAMILIES[hf.model_type]
     rope = _rope(hf, family)
     model: Decoder.Config = family.model.Config(
@@ -170,7 +175,7 @@ def _layer(hf: Any, family: Family, rope: RoPE.Config, config: TorchTitanConfig,
 
 
 def _has_experts(hf: Any, index: int) -> bool:
-    """Return whether a layer is a mixture of experts, by the rule of transformers' Qwen3-MoE."""
+    """Return whether a layer is a mixture of experts, by the rule that Qwen3-MoE in transformers uses."""
     if not getattr(hf, "num_experts", None) or index in hf.mlp_only_layers:
         return False
     return bool((index + 1) % hf.decoder_sparse_step == 0)
@@ -225,8 +230,10 @@ def _rope(hf: Any, family: Family) -> RoPE.Config:
 
 
 def keep_stage(decoder: Decoder, stage: int, num_stages: int) -> None:
-    """Remove from a decoder all layers but those of one pipeline stage; the first has the embedding, the last the
-    head."""
+    """Remove all layers but those of one pipeline stage from a decoder.
+
+    The first stage keeps the embedding, and the last stage keeps the head.
+    """
     start, stop = (len(decoder.layers) * i // num_stages for i in (stage, stage + 1))
     for index in [index for index in decoder.layers if not start <= int(index) < stop]:
         del decoder.layers[index]
@@ -238,7 +245,7 @@ def keep_stage(decoder: Decoder, stage: int, num_stages: int) -> None:
 
 
 def layout_of(name: str, parameter: torch.Tensor, adapter: Any) -> Layout:
-    """Return how TorchTitan's adapter stores one parameter, determined by converting an empty one."""
+    """Return how TorchTitan's adapter stores a parameter, which is found by converting an empty tensor."""
     empty = torch.empty(parameter.shape, device="meta")
     stored = dict(adapter.to_hf({name: empty}))
     shapes = {key: tuple(tensor.shape) for key, tensor in stored.items()}
@@ -249,7 +256,7 @@ def layout_of(name: str, parameter: torch.Tensor, adapter: Any) -> Layout:
         return cast(Stored, adapter.to_hf({name: whole}))
 
     def join(tensors: Stored) -> torch.Tensor:
-        # The adapter wants a head, which it would otherwise take from the embedding of a tied model.
+        # The adapter needs a head. For a tied model, it would otherwise take the embedding, which may not be there.
         found = adapter.from_hf({HEAD: torch.empty(0), **tensors})
         return cast(torch.Tensor, found[name])
 

@@ -1,7 +1,7 @@
 """Replacements for modules of TorchTitan's models, and a model as a function from rows to logprobs.
 
-TorchTitan's attention implementations have no backward pass on a CPU; its head returns logits; it always computes
-experts in bfloat16, and runs their router under an autocast that a CPU does not support.
+TorchTitan's attention implementations have no backward pass on a CPU, and its head returns logits. It always computes
+experts in bfloat16, and runs their router under an autocast that CPUs do not support.
 
 Shape suffixes: N targets, R tokens of a row; those of TorchTitan's modules are B batch, L length, N heads, H head size,
 D model, F feed-forward, E experts, K experts of a token, R routed tokens.
@@ -36,8 +36,8 @@ class TitanPolicy(nn.Module):
     def forward(self, row: Row, hidden_1RH: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logprobs [N] of the targets.
 
-        A stage of a pipeline that is not the first starts from the ``hidden_1RH`` of the one before; one that is not
-        the last returns its own.
+        Every pipeline stage but the first starts from the ``hidden_1RH`` of the previous stage, and every stage but the
+        last returns its own hidden states instead of logprobs.
         """
         head = self.decoder.lm_head
         if head is not None:
@@ -57,24 +57,24 @@ class TitanPolicy(nn.Module):
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is replicated over its mesh as a plain tensor; differentiable."""
+    """Return a replicated tensor as a plain tensor; differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class LogprobHead(Linear):  # type: ignore[misc]
-    """Replaces TorchTitan's head: logprobs of the targets, in chunks."""
+    """Computes the logprobs of the targets in chunks, in place of TorchTitan's head."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):  # type: ignore[misc]
-        """Makes TorchTitan create this class: it creates the module that a configuration belongs to."""
+        """Makes TorchTitan build `LogprobHead`: it builds the class in which a configuration is defined."""
 
     targets: HeadTargets | None = None
 
     def forward(self, hidden_1LD: torch.Tensor) -> torch.Tensor:
         """Return the logprobs [N] of the `targets`.
 
-        Ranks that share the head each compute some of the logprobs, with the whole weight, so gradients are sums over
-        ranks.
+        If ranks share the head, each computes some of the logprobs with the whole weight, so gradients must be summed
+        over these ranks.
         """
         targets = self.targets
         assert targets is not None
@@ -87,11 +87,11 @@ class LogprobHead(Linear):  # type: ignore[misc]
 
 
 class SegmentAttention(Module):  # type: ignore[misc]
-    """Replaces TorchTitan's flex and varlen attention: attention over packed segments."""
+    """Computes attention over packed segments, in place of TorchTitan's flex and varlen attention."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):  # type: ignore[misc]
-        """Adds a setting: whether torch's compiler may include the attention in its graphs."""
+        """Adds the setting ``in_graphs``: whether torch's compiler may include the attention in its graphs."""
 
         in_graphs: bool = True
 
@@ -109,22 +109,22 @@ class SegmentAttention(Module):  # type: ignore[misc]
         scale: float | None = None,
         **_: object,
     ) -> torch.Tensor:
-        """Return [1, L, N, H]; ``attention_masks`` is the plan of segments, named as TorchTitan names it."""
+        """Return [1, L, N, H]. TorchTitan passes the segment plan as ``attention_masks``."""
         query, key, value = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
         return self._attend(query, key, value, attention_masks, scale)
 
 
 class Experts(GroupedExperts):  # type: ignore[misc]
-    """Replaces TorchTitan's experts: computes them one after another, in the dtype of their tokens."""
+    """Computes experts one after another in the dtype of their tokens, in place of TorchTitan's implementation."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):  # type: ignore[misc]
-        """Makes TorchTitan create this class: it creates the module that a configuration belongs to."""
+        """Makes TorchTitan build `Experts`: it builds the class in which a configuration is defined."""
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Return [R, D]; tokens come sorted by expert.
+        """Return [R, D]; the tokens must be sorted by expert.
 
-        An expert without tokens still takes part, with an empty batch.
+        An expert without tokens also computes, with an empty batch.
         """
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
         tokens = torch.split(x_RD, num_tokens_per_expert_E.tolist())
@@ -136,11 +136,11 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 
 
 class Router(TokenChoiceTopKRouter):  # type: ignore[misc]
-    """Replaces TorchTitan's router: computes a float32 softmax over all experts, and selects the largest."""
+    """Selects the experts with the largest float32 softmax weights, in place of TorchTitan's router."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):  # type: ignore[misc]
-        """Makes TorchTitan create this class: it creates the module that a configuration belongs to."""
+        """Makes TorchTitan build `Router`: it builds the class in which a configuration is defined."""
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""`FsdpWorker`: one rank of a trainer for transformers models, sharded with torch's ``fully_shard``."""
+"""`FsdpWorker`: one rank of a trainer for transformers models, which are sharded by torch's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from inflight_fsdp.sharding import box_of, shardings_of
 
 
 class FsdpWorker(ShardedWorker):
-    """One trainer rank. Made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
+    """One trainer rank, made by `create_worker`; `inflight.contracts.TrainerWorker` states what each method does."""
 
     _policy: PolicyModel
 
