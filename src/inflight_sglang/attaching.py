@@ -28,14 +28,14 @@ class Attached:
 
 
 async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates | None) -> Attached:
-    """Return the server's properties. Raises `ConfigError` with the command that starts it correctly.
+    """Return the server's properties. If inflight cannot attach, raises `ConfigError` with the correct start command.
 
-    ``updates`` None chooses staged updates where possible, except for servers on CUDA, whose own groups use NCCL.
+    If ``updates`` is None, updates are staged where possible, but not for servers on CUDA, whose own groups use NCCL.
     """
     paths = await routes.fetch_paths()
     if problem := flags.missing_routes(paths):
         raise _refusal(routes, {}, problem)
-    info = await routes.get("/server_info")  # its start settings: /v1/models and /model_info name the last files loaded
+    info = await routes.get("/server_info")  # as it was started: /v1/models and /model_info name the last files loaded
     if problem := flags.wrong_setting(info):
         raise _refusal(routes, info, problem)
     directory = model_dir or Path(str(info.get("model_path")))
@@ -47,7 +47,7 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
     if problem := await _logprob_problem(routes):
         raise _refusal(routes, info, problem)
     why_not = flags.why_not_staged(routes.url, info, config)
-    if specs is None and why_not is None:  # loading other shapes ends SGLang: it goes back by reading the same files
+    if specs is None and why_not is None:  # wrong shapes crash SGLang: it recovers by reading the same files again
         why_not = f"its checkpoint {str(directory)!r} cannot be read by this process; pass model_dir"
     if updates == "staged" and why_not is not None:
         raise ConfigError(f"{routes.url}: updates cannot be staged for this SGLang server: {why_not}")
@@ -105,7 +105,7 @@ def _refusal(routes: EngineRoutes, info: Mapping[str, Any], problem: Problem) ->
 
 
 async def _logprob_problem(routes: EngineRoutes) -> Problem | None:
-    """Return a problem if logprobs are not those of the scaled logits. A paused server is not asked."""
+    """Return a problem if logprobs are not those of the scaled logits. A paused server is not tested."""
     status, _ = await routes.ask("GET", "/ready")
     if status != 200:
         return None

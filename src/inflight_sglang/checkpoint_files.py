@@ -1,8 +1,8 @@
-"""Updates staged in this process and handed to SGLang as a checkpoint directory, which SGLang itself loads.
+"""Updates that are staged in this process and passed to SGLang as a checkpoint directory, which SGLang itself loads.
 
 The files are in this host's memory if they fit there, in a directory that only this user can enter. They are written as
-buckets arrive, and exist only while their update is open: after loading, SGLang no longer needs them. A LoRA is merged
-here, and the resulting weights are written.
+buckets arrive, and exist only while their update is open: once SGLang has loaded them, it no longer needs them. LoRAs
+are merged in this process, and the merged weights are written.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointFiles:
-    """The buckets of one update as safetensors files. After `remove`, files written later are removed too."""
+    """The buckets of one update as safetensors files. Files that are written after `remove` are removed too."""
 
     def __init__(self, update: WeightUpdate) -> None:
         self._update = update
@@ -51,11 +51,14 @@ class CheckpointFiles:
         return self._made().path / "checkpoint"
 
     def write(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], flat: torch.Tensor) -> None:
-        """Store the bytes of one bucket; blocks. Raises `TransferError`."""
+        """Store the bytes of one bucket; blocks. Raises `TransferError` if they cannot be written."""
         self._write(bucket.index, tensors, flat, f"bucket {bucket.index}")
 
     def write_more(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Store tensors that were not in any bucket, after the last bucket; blocks. Raises `TransferError`."""
+        """Store tensors that were not in any bucket, after the last bucket; blocks.
+
+        Raises `TransferError` if they cannot be written.
+        """
         from inflight.weights.encode.bucket_bytes import pack
         from inflight.weights.send.module import tensor_spec
 
@@ -106,11 +109,11 @@ class CheckpointFiles:
 
 
 class CheckpointSink(BucketSink):
-    """Compares and decodes buckets in this process, then writes them for SGLang.
+    """Verifies and decodes buckets in this process, and writes them for SGLang.
 
     ``clear`` is called before a group is joined, and ends the session and the pause of a dead publisher.
     ``make_loaded`` creates the record of the weights that the server has loaded, into which LoRAs are merged. It is
-    called at the first update, because it loads torch.
+    called only at the first update, because it imports torch.
     """
 
     def __init__(
@@ -181,7 +184,7 @@ class CheckpointSink(BucketSink):
             ) from error
 
     def note_committed(self) -> None:
-        assert self._loaded is not None  # something began
+        assert self._loaded is not None  # `begin` was called
         self._loaded.note_committed(self._staged.take())
         self._staged.note_committed()
         self._drop()
@@ -194,7 +197,7 @@ class CheckpointSink(BucketSink):
 
 
 def _parent(size_bytes: int) -> Path:
-    """Return a directory in this host's memory if the update fits there, else the one for temporary files."""
+    """Return a directory in this host's memory if the update fits there, else the directory for temporary files."""
     memory = Path("/dev/shm")
     with contextlib.suppress(OSError):
         free = os.statvfs(memory)

@@ -55,20 +55,21 @@ _CLOSE_S = 5.0
 
 
 class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, ScoringEndpoint):
-    """One SGLang server at ``url``; nothing needs to be installed there.
+    """The SGLang server at ``url``; nothing needs to be installed there.
 
-    The first call asks the server how it was started, and raises `ConfigError` with the command that starts it
-    correctly. ``api_key`` is the server's own. ``model_dir`` is the checkpoint as this process sees it, if that differs
-    from the server's path: manifests are checked against it before anything is sent, and the vocabulary is read there.
+    The first call asks the server how it was started. If it was started incorrectly, that call raises a `ConfigError`
+    that contains the correct command. ``api_key`` is the server's own. ``model_dir`` is this process's path of the
+    checkpoint, if it differs from the server's path: manifests are checked against this checkpoint before anything is
+    sent, and the size of the vocabulary is read from it.
 
-    ``updates`` selects where weights are received. ``staged`` updates arrive in this process, are compared, and are
-    loaded at the commit from files that both sides can see. ``native`` updates are received directly by the engine,
-    whose weights are torn if the update stops halfway. None means staged for a server on this host's CPU with one rank,
-    and native otherwise. With staged updates, SGLang's own ``/model_info`` and ``/v1/models`` name the files last
-    loaded, which no longer exist.
+    ``updates`` selects where weights are received. ``staged`` updates are received and verified in this process; the
+    commit loads them from files that both sides can see. ``native`` updates are received directly by the engine, whose
+    weights are torn if the update stops halfway. None means staged for a server on this host's CPU with one rank, and
+    native otherwise. With staged updates, SGLang's own ``/model_info`` and ``/v1/models`` name the files last loaded,
+    which no longer exist.
 
-    Only servers with ``--enable-deterministic-inference`` honour seeds; others ignore them. A drain waits for the
-    requests of other clients too.
+    Requests with seeds are refused unless the server was started with ``--enable-deterministic-inference``. A drain
+    also waits for the requests of other clients.
     """
 
     _release_arguments = flags.RELEASE_ARGUMENTS
@@ -110,7 +111,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         return can
 
     def _make_loaded(self) -> LoadedWeights:
-        from inflight_sglang.loaded_weights import LoadedWeights  # torch is loaded only where weights arrive
+        from inflight_sglang.loaded_weights import LoadedWeights  # imports torch, which is needed only for updates
 
         def served() -> tuple[UpdateRef | None, bool]:
             session = self._updates.session
@@ -124,7 +125,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
     # ---------------------------------------------------------------------------------------------------- weights
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """Raises `TransferError` if the server was replaced."""
+        """Raises `TransferError` if the server has been replaced."""
         receiver = await self.receiver()
         if reason := misaligned(update):
             raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
@@ -135,16 +136,16 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         await receiver.request(update)
 
     async def weight_version(self) -> WeightVersion:
-        """Also PAUSED while another client has paused the server.
+        """The state is also PAUSED while another client has paused the server.
 
-        ``num_running`` is the server's count, which includes other clients' requests.
+        ``num_running`` is the server's own count, which includes other clients' requests.
         """
         await self.capabilities()
         session = self._updates.session
         num_running, (status, _), _ = await asyncio.gather(
             self._engine.num_running(), self._routes.ask("GET", "/ready"), self._refresh_label()
         )
-        # A paused server reports the earlier number; with torn weights every request was ended.
+        # A paused server reports the number before the pause; if weights are torn, every request has been ended.
         answer = self._updates.weight_version(
             num_running=0 if session.state is EndpointState.POISONED else num_running,
             last_update=self._last.timings,
@@ -171,7 +172,10 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         return response_of(request, await self._gate.sample(request, self._label, send, version_labels_of), limits)
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """SGLang uses cached prefixes before ``start``. After an update in the meantime it computes again."""
+        """SGLang uses cached prefixes before ``start``.
+
+        If the weights are updated in the meantime, it computes the scores again.
+        """
         can, limits = await self.capabilities(), self._attached.limits
         require(can, Needs.of_score(request), self.name)
         check_scored(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
@@ -194,7 +198,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         return list(answer["tokens"]), ()
 
     async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        """SGLang does not decode empty sequences."""
+        """Empty sequences are not sent, because SGLang does not decode them."""
         asked = [list(ids) for ids in token_ids if ids]
         if not asked:
             return [""] * len(token_ids)

@@ -15,7 +15,8 @@ MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
 """Arguments without which inflight refuses to attach."""
 RELEASE_ARGUMENTS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
-"""Without these a server cannot release its memory, or would lose its weights. They require ``torch_memory_saver``."""
+"""The arguments without which a server cannot release its memory, or would lose its weights when it does. They require
+``torch_memory_saver``."""
 NEEDED_ROUTES = (
     "/generate",
     "/abort_request",
@@ -38,7 +39,8 @@ NEEDED_ROUTES = (
 )
 """Every route of SGLang that the endpoint calls."""
 Updates = Literal["staged", "native"]
-"""This process stages weights that SGLang loads from files, or the engine itself receives them."""
+"""``staged``: this process stages the weights, and SGLang loads them from files. ``native``: the engine itself receives
+them."""
 _CHAT_ROUTES = ("/v1/tokenize", "/v1/detokenize")
 
 
@@ -53,7 +55,7 @@ class Problem:
 def restart_command(url: str, info: Mapping[str, Any], remedy: Sequence[str]) -> str:
     """Return a shell command that restarts the server at ``url`` correctly.
 
-    ``info`` is the answer of ``/server_info``. If an argument occurs twice, SGLang uses the last.
+    ``info`` is the answer of ``/server_info``. If an argument occurs twice, SGLang uses the last occurrence.
     """
     words = ["python", "-m", MODULE]
     if isinstance(given := info.get("launch_command"), str):
@@ -167,7 +169,10 @@ _UNSTAGED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 
 
 def why_not_staged(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """Return why updates cannot be staged for a server; None if they can. ``config`` is as for `dtype_of`."""
+    """Return why updates cannot be staged for a server; None if they can.
+
+    ``config`` is the model's ``config.json``, empty if unknown.
+    """
     if not is_loopback(urlsplit(url).hostname or ""):
         return "its address is not this host's loopback, and the server must be able to see this process's files"
     if "quantization_config" in config:
@@ -182,18 +187,21 @@ _DTYPES = {"half": "float16", "float": "float32"}
 
 
 def dtype_of(info: Mapping[str, Any], config: Mapping[str, Any]) -> str | Problem:
-    """Return the dtype in which a model is served. ``config`` is its ``config.json``, empty if unknown."""
+    """Return the dtype in which a model is served, or a problem if the dtype is unknown.
+
+    ``config`` is the model's ``config.json``, empty if unknown.
+    """
     asked = str(info.get("dtype"))
     if asked != "auto":
         return _DTYPES.get(asked, asked)
     found = config.get("dtype") or config.get("torch_dtype")
-    if found in ("bfloat16", "float16"):  # then SGLang serves float32 checkpoints in another dtype
+    if found in ("bfloat16", "float16"):  # SGLang would serve a float32 checkpoint in another dtype
         return str(found)
     return Problem("--dtype is auto, so the dtype of the served weights is unknown", ("--dtype", "bfloat16"))
 
 
 def probe_of_logprobs(token_id: int) -> dict[str, Any]:
-    """Return a body of ``POST /generate`` whose answer `ignores_temperature` checks."""
+    """Return the body of a ``POST /generate`` whose answer `ignores_temperature` checks."""
     common = {"max_new_tokens": 1, "ignore_eos": True, "top_k": -1, "top_p": 1.0, "min_p": 0.0}
     return {
         "input_ids": [[token_id]] * 2,

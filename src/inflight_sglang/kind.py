@@ -15,7 +15,7 @@ from inflight_sglang.endpoint import SglangEndpoint
 from inflight_sglang.flags import Updates
 
 RESERVED_TOKENS = 6
-"""Tokens of its context length that SGLang withholds from the longest prompts (`TpModelWorker.get_worker_info`)."""
+"""Number of tokens by which SGLang limits prompts below its context length (`TpModelWorker.get_worker_info`)."""
 _CPU_ARGUMENTS = (
     "--attention-backend",
     "torch_native",
@@ -26,9 +26,9 @@ _CPU_ARGUMENTS = (
     "--sleep-on-idle",  # otherwise it keeps a core busy
 )
 _CPU_SEQUENCES = 64
-"""Number of sequences that run concurrently on a CPU, unless the options specify it or the cache holds fewer."""
+"""Number of sequences that run concurrently on a CPU, unless the options specify another or the cache holds fewer."""
 _CPU_CACHE_BYTES = 2 << 30
-"""Maximum size of keys and values on a CPU, unless the options imply more."""
+"""Maximum size of the KV cache on a CPU, unless the options imply a larger one."""
 
 _NO_DRAFTS = (
     "SGLang cannot draft from recorded completions of a request's prompt: it drafts every request from a single "
@@ -44,7 +44,7 @@ _BESIDE_STATIC = 0.1
 
 
 class SglangKind(EngineKind):
-    """SGLang's own server. It has no `liveness_path`: it exits soon after one of its processes has died."""
+    """SGLang's own server. It needs no `liveness_path`, because it exits soon after one of its processes has died."""
 
     name = "sglang"
     health_path = "/ready"  # ``/health`` takes a second, and samples a token
@@ -66,7 +66,7 @@ class SglangKind(EngineKind):
                 words += [flag, str(value)]
         if device == "cpu":
             words += _CPU_ARGUMENTS
-        # Makes /v1/loads report what runs now, not what ran up to fifteen steps ago.
+        # Makes /v1/loads report what is running now, not what was running up to fifteen steps ago.
         words += ["--load-snapshot-publish-interval", "1"]
         return [*words, *flags.NEEDED_ARGUMENTS, *options.arguments]
 
@@ -82,7 +82,7 @@ class SglangKind(EngineKind):
         num = integer_in(arguments, "--tp-size", "--tp", "--tensor-parallel-size") or 1
         num *= integer_in(arguments, "--pp-size", "--pipeline-parallel-size") or 1
         copies = integer_in(arguments, "--dp-size", "--dp", "--data-parallel-size") or 1
-        if "--enable-dp-attention" in arguments:  # its data-parallel ranks are the tensor-parallel ones
+        if "--enable-dp-attention" in arguments:  # then the data-parallel ranks are also the tensor-parallel ones
             copies = 1
         share = number_in(arguments, "--mem-fraction-static")
         return GpuUse(
@@ -126,10 +126,10 @@ def _updates_of(query: str) -> Updates | None:
 
 
 def _cpu_sizes(options: EngineOptions, context: int | None) -> tuple[int, int]:
-    """Return how many sequences run concurrently, and the size in tokens of a cache that holds all at full length.
+    """Return how many sequences run concurrently, and the size in tokens of a cache that holds all of them.
 
-    SGLang starts a request only if its cache can hold the longest answer, so a smaller cache would run fewer
-    sequences than the server supports. Where the options leave a size open, `_CPU_CACHE_BYTES` bounds the cache.
+    SGLang starts a request only if its cache can hold the longest answer, so with a smaller cache it would run fewer
+    sequences than it supports. If the options do not determine both sizes, `_CPU_CACHE_BYTES` limits the cache.
     """
     config = config_of(options.model)
     length = context or config_number(config, "max_position_embeddings") or 2048
@@ -146,7 +146,7 @@ def _cpu_sizes(options: EngineOptions, context: int | None) -> tuple[int, int]:
 
 
 def _context_length(options: EngineOptions) -> int:
-    """Return the context length that serves ``options.max_model_len`` tokens, if the model allows it."""
+    """Return the context length for sequences of ``options.max_model_len`` tokens, or the model's if that is less."""
     assert options.max_model_len is not None
     wanted = options.max_model_len + RESERVED_TOKENS
     return min(wanted, config_number(config_of(options.model), "max_position_embeddings") or wanted)

@@ -1,7 +1,7 @@
-"""The weights that one SGLang server has loaded, as far as this process knows: its checkpoint and updates from here.
+"""The weights that one SGLang server has loaded, as far as this process knows.
 
-LoRAs are merged into them here. Weights that another process made the server load are not known; LoRAs are then
-refused until all weights are sent again.
+These are the checkpoint's weights and this process's updates, into which LoRAs are merged. If the server has loaded
+weights from another process, they are unknown here, and LoRAs are refused until all weights are sent again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.wire import UpdateRef, WeightUpdate
 class LoadedWeights:
     """The weights of one server, in ``dtype``.
 
-    ``served`` returns the update that the server serves (None: the checkpoint), and whether the weights are torn.
+    ``served`` returns the update that the server serves (None for the checkpoint), and whether the weights are torn.
     """
 
     def __init__(self, directory: Path, dtype: str, served: Callable[[], tuple[UpdateRef | None, bool]]) -> None:
@@ -34,7 +34,7 @@ class LoadedWeights:
         self._load: AdaptedLoad | None = None
 
     def begin(self, update: WeightUpdate) -> None:
-        """Record the update that is about to arrive. Raises `UpdateRefusedError` for a LoRA whose base is not known."""
+        """Record the update that is about to arrive. Raises `UpdateRefusedError` for a LoRA whose base is unknown."""
         served, is_torn = self._served()
         attempted = self._update.ref if self._update is not None and is_torn else None
         if served is None:
@@ -54,7 +54,7 @@ class LoadedWeights:
         self._base.require(name for name in changed_names(update.manifest) if name not in adapted)
 
     def prepare(self, update: WeightUpdate, arrived: Named) -> Named:
-        """Return the tensors to load in addition to the received tensors, or, for a LoRA, instead of them. Blocks."""
+        """Return the tensors to load in addition to the received ones; for a LoRA, they replace these. Blocks."""
         if self._base is None:
             return []
         load = self._adapted.prepare(update.manifest, arrived, self._base.tensor)
@@ -63,7 +63,7 @@ class LoadedWeights:
         return load.tensors if update.manifest.lora is not None else load.tensors[len(arrived) :]
 
     def note_committed(self, arrived: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Record that the most recently begun update is loaded."""
+        """Record that the most recently begun update has been loaded."""
         update, load = self._update, self._load
         assert update is not None  # `begin` came first
         if self._base is None and not update.manifest.frozen:

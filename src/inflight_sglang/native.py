@@ -1,9 +1,9 @@
 """Updates that SGLang itself receives, in a group that it joins, and loads bucket by bucket as they arrive.
 
-An update that ends after its first bucket leaves torn weights. SGLang's session is therefore opened only for the first
-bucket: a client that finds it open knows that bytes may have been loaded. A broadcast in the engine cannot be
-cancelled, so the engine enters one only when the sender is ready. If the sender stops halfway, the call remains pending
-in the engine, and its outcome is examined when it ends.
+An update that stops after its first bucket leaves torn weights. SGLang's session is therefore opened only when the
+first bucket arrives: a client that finds a session open knows that bytes may have been loaded. A broadcast in the
+engine cannot be cancelled, so the engine enters one only when the sender is ready. If the sender stops halfway, the
+call remains pending in the engine, and its outcome is examined when it ends.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from inflight.weights.transports.membership import AnnouncedRanks
 
 _NOTHING_LOADED = ("Failed to receive weights", "update_weights_from_distributed must run between")
-"""Prefixes of SGLang's errors if no part of the bucket was loaded."""
+"""Prefixes of SGLang's errors that mean that no part of the bucket was loaded."""
 
 
 class NativeSink(BucketSink):
-    """Buckets arrive in SGLang's own group of ``num_ranks`` ranks; ``engine`` is notified of each load."""
+    """Receives buckets in SGLang's own group of ``num_ranks`` ranks; ``engine`` is notified of each load."""
 
     def __init__(self, routes: EngineRoutes, engine: SglangUpdates, background: TaskOwner, num_ranks: int) -> None:
         self._routes = routes
@@ -53,7 +53,7 @@ class NativeSink(BucketSink):
 
     @property
     def has_applied(self) -> bool:
-        """Return whether a bucket may be in the model; True also while one is being loaded."""
+        """Return whether a bucket may be in the model; also True while one is being loaded."""
         return self._engine.has_loaded or self._engine.is_loading
 
     @property
@@ -71,7 +71,7 @@ class NativeSink(BucketSink):
         deadline = time.monotonic() + spec.timeout_s
         self._ranks = ranks = AnnouncedRanks(spec, self._num_ranks)
         await self._engine.clear(spec, self._forget_stale_groups)
-        # SGLang's join blocks all of its sampling, for up to half an hour: begin it when all ranks are there.
+        # SGLang's join blocks all of its sampling, for up to half an hour, so it begins only when all ranks are there.
         port = await run_abandonable(ranks.meet, "inflight-meet")
         body = spec.model_dump(include={"master_address", "world_size", "group_name"}) | {"master_port": port}
         self._former.add(spec.group_name)
@@ -111,7 +111,7 @@ class NativeSink(BucketSink):
         """Do nothing, because nothing is kept."""
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """Ask SGLang to receive the bucket once it is being sent. That call cannot be cancelled."""
+        """Ask SGLang to receive the bucket once it is being sent. SGLang's call cannot be cancelled."""
         if self._group is None or self._ranks is None:
             raise TransferError("the engine belongs to no weight group; form a group first")
         timeout_s = transfer.timeout_s
@@ -132,14 +132,14 @@ class NativeSink(BucketSink):
         )
 
     async def _load(self, bucket: BucketSpec, tensors: Sequence[TensorSpec], group: str) -> None:
-        """Make the engine receive and load one bucket; note whether any of it is in the model."""
+        """Make the engine receive and load one bucket, and record whether any of it may be in the model."""
         body = {
             "names": [tensor.name for tensor in tensors],
             "dtypes": [tensor.dtype for tensor in tensors],
             "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": group,
             "load_format": "flattened_bucket",
-            "flush_cache": False,  # a flush is refused while requests are paused, though the weights would be loaded
+            "flush_cache": False,  # SGLang refuses a flush while requests are paused, after loading the weights
             "selector": "target",
         }
         await self._engine.open_session()

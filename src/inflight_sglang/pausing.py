@@ -23,12 +23,12 @@ _FLUSHES = 20
 async def stop(routes: EngineRoutes, policy: InFlightPolicy, num_sent: Callable[[], int]) -> float:
     """Stop sampling as the policy specifies; return the time at which it stopped (`time.monotonic`).
 
-    ``num_sent`` counts this client's unanswered requests. After a failure sampling may be paused.
+    ``num_sent`` returns the number of this client's unanswered requests. After a failure, sampling may be paused.
     """
     if policy in (InFlightPolicy.DRAIN, InFlightPolicy.ABORT):
         return await _stop_when_idle(routes, num_sent, abort=policy is InFlightPolicy.ABORT)
     await _pause(routes, "in_place" if policy is InFlightPolicy.KEEP else "retract")
-    # The pause is answered before the scheduler has seen it. The scheduler answers this call after its step.
+    # SGLang answers the pause before its scheduler has seen it. The scheduler answers the next call after its step.
     is_empty = await _flush(routes)
     paused_since = time.monotonic()
     if policy is InFlightPolicy.RECOMPUTE:
@@ -46,7 +46,7 @@ async def stop(routes: EngineRoutes, policy: InFlightPolicy, num_sent: Callable[
 
 
 async def _stop_when_idle(routes: EngineRoutes, num_sent: Callable[[], int], *, abort: bool) -> float:
-    """Pause once no request runs, including other clients' requests. With ``abort``, end them all."""
+    """Wait until all requests have ended, including other clients', then pause. With ``abort``, end them all."""
     aborted_at = 0.0
     while True:
         if abort and time.monotonic() > aborted_at + _ABORT_AGAIN_S:
@@ -57,12 +57,15 @@ async def _stop_when_idle(routes: EngineRoutes, num_sent: Callable[[], int], *, 
             paused_since = time.monotonic()
             if await _flush(routes):
                 return paused_since
-            await resume_sampling(routes)  # another client's request interleaved
+            await resume_sampling(routes)  # another client's request arrived before the pause
         await asyncio.sleep(_POLL_S)
 
 
 async def abort(routes: EngineRoutes, rids: Sequence[str]) -> None:
-    """End the requests with these ids, which return the tokens sampled so far. Ids that are not running are ignored."""
+    """End the requests with these ids, which return the tokens sampled so far.
+
+    Ids of requests that are not running are ignored.
+    """
     slots = asyncio.Semaphore(_CALLS_AT_ONCE)
 
     async def end(rid: str) -> None:
@@ -78,14 +81,14 @@ async def resume_sampling(routes: EngineRoutes) -> None:
 
 
 async def set_label(routes: EngineRoutes, label: str) -> None:
-    """Label the weights: tokens sampled from now on carry this label."""
+    """Label the weights; tokens sampled from now on carry this label."""
     await routes.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
 
 async def poison(routes: EngineRoutes, label: str) -> None:
     """End every request, then label the weights as torn, so that no span carries that label; the server stays paused.
 
-    A server that can no longer be reached is left alone.
+    A server that cannot be reached is ignored.
     """
     with contextlib.suppress(InflightError):
         await _pause(routes, "retract")
@@ -98,6 +101,6 @@ async def _pause(routes: EngineRoutes, mode: str) -> None:
 
 
 async def _flush(routes: EngineRoutes) -> bool:
-    """Empty the prefix cache. Return False if requests are running, because SGLang then refuses."""
+    """Empty the prefix cache. Return False if requests are running, because SGLang then refuses to."""
     status, _ = await routes.ask("POST", "/flush_cache")
     return status == 200

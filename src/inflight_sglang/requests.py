@@ -1,7 +1,7 @@
 """Conversion of the contract's requests to SGLang's `/generate` format, and of its answers to the contract's.
 
-A request for n completions is sent as one batch of n, each with its own id and, if the server honours seeds, its own
-seed: SGLang's ``n`` gives all of them the same seed.
+A request for n completions is sent as a batch of n requests, each with its own id and, if the server honours seeds, its
+own seed. SGLang's ``n`` would give all of them the same seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REASONS = ("stop", "length", "abort")
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The settings of a server that determine its requests."""
+    """The settings of a server that limit its requests."""
 
     vocab_size: int
     max_model_len: int
@@ -78,7 +78,7 @@ def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
 
 
 def is_filtered(sampling: SamplingParams, limits: RequestLimits) -> bool:
-    """Return whether a filter is on. Greedy decoding takes the likeliest token regardless of filters."""
+    """Return whether any filter is active. Greedy decoding takes the likeliest token regardless of filters."""
     return sampling.temperature > 0 and (limits.has_top_k(sampling) or sampling.top_p < 1 or sampling.min_p > 0)
 
 
@@ -93,7 +93,7 @@ def body_of(request: GenerateRequest, limits: RequestLimits, asked: Mapping[int,
         "return_logprob": True,
         "extra_key": [it.cache_key for it in asked.values()],
     }
-    # The plain logprobs are of the distribution before its filters; these are of the filtered one.
+    # SGLang's plain logprobs describe the distribution before filters; with the mask it also reports the filtered ones.
     return body | ({"return_sampling_mask": True} if is_filtered(sampling, limits) else {})
 
 
@@ -109,7 +109,7 @@ def _sampling_params(sampling: SamplingParams, room: int, limits: RequestLimits)
         "stop_token_ids": list(sampling.stop_token_ids),
         "ignore_eos": sampling.ignore_eos,
         "no_stop_trim": True,
-        # Overrides of what --preferred-sampling-params could set.
+        # These override what --preferred-sampling-params may have set.
         "frequency_penalty": 0.0,
         "presence_penalty": 0.0,
         "repetition_penalty": 1.0,
@@ -121,7 +121,10 @@ def _sampling_params(sampling: SamplingParams, room: int, limits: RequestLimits)
 
 
 def _seed(sampling: SamplingParams, index: int, limits: RequestLimits) -> dict[str, int]:
-    """Return the seed of completion ``index``. Without one, a server with seeds would repeat itself."""
+    """Return the seed of completion ``index``.
+
+    If the request has none, the seed is random, because a server that honours seeds would otherwise repeat itself.
+    """
     if not limits.has_seeds:
         return {}
     if sampling.seed is None:
@@ -156,9 +159,9 @@ def scoring_body_of(request: ScoreRequest, asked: SentRequest) -> dict[str, Any]
 def scores_of(request: ScoreRequest, item: Mapping[str, Any], version: int, vocab_size: int) -> ScoreResponse:
     """Return SGLang's logprobs of a prompt as scores of ``version``.
 
-    SGLang scores the vocabulary's last token correctly, but reports its id as 0 (its ``LogprobResultProcessor``).
+    SGLang scores the vocabulary's last token correctly, but reports its id as 0 (in ``LogprobResultProcessor``).
 
-    Raises `NonFiniteError` for broken weights, `ProtocolError` if the answer cannot be read.
+    Raises `NonFiniteError` for broken weights, and `ProtocolError` if the answer cannot be read.
     """
     num = request.num_scored
     with protocol_errors("/generate"):
@@ -196,14 +199,14 @@ def items_of(answer: Any, num: int) -> list[Any]:
 
 
 def version_labels_of(item: Mapping[str, Any]) -> Any:
-    """Return the labels of a completion's tokens."""
+    """Return the version labels of a completion's tokens."""
     return item["meta_info"].get("weight_versions")
 
 
 def response_of(request: GenerateRequest, items: Sequence[Any], limits: RequestLimits) -> GenerateResponse:
-    """Return SGLang's answers for all completions as one response; None stands for one that was not sampled.
+    """Return SGLang's answers for all completions as one response; None stands for a completion that was not sampled.
 
-    Raises `NonFiniteError` for broken weights, `ProtocolError` if the answers cannot be read.
+    Raises `NonFiniteError` for broken weights, and `ProtocolError` if the answers cannot be read.
     """
     with protocol_errors("/generate"):
         completions = tuple(
@@ -228,8 +231,8 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
         raise NonFiniteError("sampled logprobs are not finite: the served weights are broken; publish valid weights")
     num_tokens = len(token_ids)
     if reason == "abort":
-        # SGLang samples one more token, without looking whether it ends the completion. A request that is aborted in
-        # the queue is answered with the last reports of it, which may differ in length.
+        # SGLang samples one more token, without checking whether it ends the completion. If a request is aborted in the
+        # queue, SGLang answers with the tokens and logprobs that it last reported, whose numbers may differ.
         num_tokens = max(0, min(num_tokens, len(logprobs)) - 1)
     if sampling.ignore_eos and sampling.stop_token_ids:
         num_tokens, reason = _up_to_stop(token_ids[:num_tokens], sampling, reason)
@@ -243,7 +246,10 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
 
 
 def _up_to_stop(token_ids: Sequence[int], sampling: SamplingParams, reason: str) -> tuple[int, str]:
-    """Return where a completion ends, and why. A request that ignores the end of sequence ignores stop tokens too."""
+    """Return where a completion ends, and why.
+
+    If a request ignores the end of sequence, SGLang ignores its stop tokens too.
+    """
     ends = [i for i, token in enumerate(token_ids) if token in sampling.stop_token_ids]
     return (ends[0] + 1, "stop") if ends else (len(token_ids), reason)
 
@@ -263,7 +269,7 @@ def _refuse_cut_sets(masks: Sequence[Sequence[int]], sampling: SamplingParams, l
 def misaligned(update: WeightUpdate) -> str | None:
     """Return why SGLang cannot load an update's buckets, or None if it can.
 
-    It cannot load a tensor that is not aligned to its element size.
+    SGLang cannot load a tensor that is not aligned to its element size.
     """
     for bucket in update.buckets:
         offset = 0

@@ -1,8 +1,8 @@
 """Weight updates over SGLang's routes: the pause, the load and the commit of one server.
 
 The commit loads staged weights from files, and SGLang's session is open only during the pause. Weights that SGLang
-itself receives are loaded as they arrive: see `inflight_sglang.native`. If this process dies meanwhile, the open
-session shows other clients that the weights may be torn.
+itself receives are loaded as they arrive: see `inflight_sglang.native`. If this process dies while a session is open,
+the session shows other clients that the weights may be torn.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from inflight_sglang.checkpoint_files import CheckpointFiles
 STUCK_S = 1860.0
 """Slightly longer than torch waits for a broadcast in a group that SGLang joined."""
 _NO_FILES = "Failed to get weights iterator: Cannot find any model weights"
-"""SGLang's answer for an empty directory that it can see. A directory that it cannot see is looked up on the Hub."""
+"""SGLang's answer for an empty directory that it can see. It looks up a directory that it cannot see on the Hub."""
 
 
 class SglangUpdates(PausableEngine, ReleasableEngine):
     """The weights of one server. ``gate`` is closed while they change.
 
-    With ``files``, the files of the open update, updates are staged; without, they are native.
+    If ``files`` is set, it returns the files of the open update, and updates are staged; otherwise they are native.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         return self._loading is not None and not self._loading.done()
 
     def begin_load(self, call: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        """Begin a call that makes the engine load a bucket. It ends by itself, and no other call begins until then."""
+        """Begin a call that makes the engine load a bucket. No other call begins until this one has ended by itself."""
         self._loading = self._background.start(call)
         return self._loading
 
     async def open_session(self) -> None:
-        """Open SGLang's session, before SGLang itself receives the first bucket."""
+        """Open SGLang's session before SGLang itself receives the first bucket."""
         if not self._session_is_open:
             try:
                 await self._routes.post("/begin_weight_update", {"selector": "target"})
@@ -133,7 +133,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             self._is_draining = False
 
     async def apply(self, update: WeightUpdate) -> None:
-        """Apply the update, changing the label while nothing is sampled, so that spans change with the weights."""
+        """Apply the update. The label changes while nothing is being sampled, so that spans change with the weights."""
         async with self._exclusive_access():
             started = time.monotonic()
             if self.files is not None:
@@ -166,8 +166,8 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
     async def fail_requests(self) -> None:
         """End all requests. The engine stays paused, and its label shows other clients that its weights are torn.
 
-        While the engine still waits for a bucket, this continues in the background: if in the end nothing was loaded,
-        the weights are still intact, and the engine resumes sampling.
+        If the engine is still waiting for a bucket, this continues in the background. If nothing has been loaded when
+        that wait ends, the weights are still intact, and the engine resumes sampling.
         """
         self.is_torn = True
         is_stuck = self.is_loading
@@ -178,10 +178,10 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         self._gate.is_open.set()  # waiting requests are now refused
 
     async def end_requests(self, rids: Sequence[str]) -> None:
-        """Ask the engine to end these requests, unless it is paused; a drain pauses it once none of them runs.
+        """Ask the engine to end these requests, unless it is paused; a drain does not count as a pause.
 
         A paused SGLang does not begin requests. It forgets the abort of a request that has not begun, and ignores
-        later ones.
+        later aborts of that request.
         """
         if self._is_draining:
             await pausing.abort(self._routes, rids)
@@ -192,9 +192,10 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
                     await pausing.abort(self._routes, rids)
 
     async def free_memory(self) -> None:
-        """Release memory, after a brief wait for other clients' requests, because a release while one runs ends SGLang.
+        """Release memory, after a brief wait for other clients' requests.
 
-        The label changes last, because a resume without a release ends SGLang too.
+        A release while a request is running crashes SGLang. The label changes last, because a resume without a release
+        crashes SGLang too.
         """
         self._gate.refuse_if_busy()
         async with self._exclusive_access():
@@ -222,7 +223,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         return sum(int(load["num_running_reqs"]) for load in loads["loads"])
 
     def adopt_label(self, served: ServedVersion) -> bool:
-        """Adopt the state in the server's label; return whether its weights are torn."""
+        """Adopt the state in the server's label; return whether the server's weights are torn."""
         if self._settling is None or self._settling.done():
             self.is_torn = served.torn
         return self.is_torn or served.torn
@@ -230,7 +231,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
     # ---------------------------------------------------------------------------------------------------- details
 
     async def _begin_session(self) -> None:
-        """Open the session of a load. SGLang has only one session, and two concurrent loads crash it."""
+        """Open SGLang's only session for a load, because two concurrent loads would crash SGLang."""
         self._session_is_open = True
         try:
             await self._routes.post("/begin_weight_update", {"selector": "target"})
@@ -243,7 +244,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         await self._resume_sampling()
 
     async def _check_files_are_visible(self, files: CheckpointFiles) -> None:
-        """Check that the server can see this process's files. The probed directory is empty, so nothing is loaded."""
+        """Check that the server can see this process's files. The probe directory is empty, so nothing is loaded."""
         status, answer = await self._routes.ask("POST", "/update_weights_from_disk", _body_of_files(files.probe))
         if status == 200 or not error_text_of(answer).startswith(_NO_FILES):
             raise UpdateRefusedError(
@@ -267,7 +268,10 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             await self._routes.post("/end_weight_update", {})
 
     async def _settle(self, *, may_be_whole: bool) -> None:
-        """Once the engine's last call has ended, label torn weights and end its requests; resume if they are intact."""
+        """Wait for the engine's last call, then resume sampling if the weights are intact.
+
+        Otherwise label the weights as torn and end all requests.
+        """
         if self._loading is not None:
             await asyncio.wait([self._loading])
         async with self._lock:
@@ -290,7 +294,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
         if served.released:
             return
         status, _ = await self._routes.ask("GET", "/ready")
-        if status == 200:  # not paused: do not query the session, which would wait until nothing runs
+        if status == 200:  # not paused: ending a session would wait until nothing runs
             return
         was_ours, self._session_is_open = self._session_is_open, False
         status, _ = await self._routes.ask("POST", "/end_weight_update", {})
@@ -305,7 +309,7 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
 
     @contextlib.asynccontextmanager
     async def _exclusive_access(self) -> AsyncIterator[None]:
-        """Hold the lock while no call is pending in the engine."""
+        """Hold the lock, once no call is pending in the engine."""
         while True:
             while unsettled := self._pending_calls():
                 await asyncio.wait(unsettled)

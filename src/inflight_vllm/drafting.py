@@ -1,9 +1,9 @@
-"""The drafts of one vLLM worker: a proposer that vLLM's ``--speculative-config`` names, of method ``custom_class``.
+"""The proposer of one vLLM worker, which ``--speculative-config`` names with the method ``custom_class``.
 
-vLLM creates it in the worker and requests drafts from it after every step. The completions that it drafts from arrive
-through ``collective_rpc``, like all other calls from the endpoint to the plug-in: this also works between hosts, and no
-worker reads a file that another process writes. They are kept in the worker's memory, so a new process starts without
-any. This module never imports vLLM.
+vLLM creates the proposer in the worker and requests drafts from it after every step. The completions that it drafts
+from arrive through ``collective_rpc``, like all other calls from the endpoint to the plug-in: this also works between
+hosts, and no worker reads a file that another process writes. The completions are kept in the worker's memory, so a new
+process starts without any. This module never imports vLLM.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.wire import DraftHistory
 
 CONTINUED = "inflight_num_continued"
 """Extra argument: how many of the prompt's last tokens were sampled by an earlier request that this one continues."""
-_LOG = logging.getLogger("vllm.inflight")  # vLLM only shows records of loggers below its own name
+_LOG = logging.getLogger("vllm.inflight")  # vLLM shows only the records of loggers below its own
 
 
 @dataclass(slots=True)
@@ -28,11 +28,11 @@ class _Row:
 
     drafter: Drafter
     max_tokens: int
-    """Number of tokens, including the prompt."""
+    """Largest number of tokens, including the prompt."""
     num_tokens: int
     """Number of tokens that the drafter knows, including the prompt."""
     draft: list[int] = field(default_factory=list)
-    """The draft that was proposed after these tokens."""
+    """The draft that was proposed after the known tokens."""
 
 
 class HistoryProposer:
@@ -66,7 +66,10 @@ class HistoryProposer:
         token_ids_cpu: Any,
         **_: object,
     ) -> list[list[int]]:
-        """Return a draft, which may be empty, for each request of the step; ``token_ids_cpu`` holds all its tokens."""
+        """Return a draft, which may be empty, for each request of the step.
+
+        ``token_ids_cpu`` holds all tokens of each request.
+        """
         if self._runner is None:  # nothing has been recorded
             return [[] for _ in sampled_token_ids]
         batch = self._runner.input_batch
@@ -75,7 +78,7 @@ class HistoryProposer:
             del self._rows[gone]
         return [
             self._propose(request_id, token_ids_cpu[i], int(batch.num_prompt_tokens[i]), int(num_tokens_no_spec[i]))
-            if sampled_token_ids[i]  # otherwise its prompt is not yet complete
+            if sampled_token_ids[i]  # otherwise its prompt has not been computed completely
             else []
             for i, request_id in enumerate(request_ids)
         ]
@@ -108,7 +111,7 @@ def _num_equal(draft: Sequence[int], sampled: Sequence[int]) -> int:
 def record_history(worker: Any, history: Mapping[str, Any]) -> dict[str, Any]:
     """Record the body of a `DraftHistory` in one worker, and return the number of prompts stored.
 
-    A worker without a proposer, such as any but the last stage of a pipeline, records nothing.
+    A worker without a proposer, such as one in any pipeline stage but the last, records nothing.
     """
     runner = worker.model_runner
     proposer = getattr(runner, "drafter", None)

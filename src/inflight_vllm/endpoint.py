@@ -59,17 +59,18 @@ from inflight_vllm.updates import PLUGIN_PROTOCOL, VllmUpdates, status_of
 
 _CLOSE_S = 30.0
 _PART_TOKENS = 1 << 15
-"""Number of tokens of history per call. A worker samples nothing while it records them."""
+"""Number of history tokens per call. A worker samples nothing while it records them."""
 
 
 class VllmEndpoint(
     GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint, ScoringEndpoint
 ):
-    """One vLLM server at ``url``, with inflight's plug-in installed.
+    """The vLLM server at ``url``, with inflight's plug-in installed.
 
-    The first call asks the server how it was started, and raises `ConfigError` with the command that starts it
-    correctly. ``api_key`` is the server's own. ``model_dir`` is the checkpoint as this process sees it, if that differs
-    from the server's path: manifests are checked against it before anything is sent, and the vocabulary is read there.
+    The first call asks the server how it was started. If it was started incorrectly, that call raises a `ConfigError`
+    that contains the correct command. ``api_key`` is the server's own. ``model_dir`` is this process's path of the
+    checkpoint, if it differs from the server's path: manifests are checked against this checkpoint before anything is
+    sent, and the size of the vocabulary is read from it.
     """
 
     _release_arguments = flags.RELEASE_ARGUMENTS
@@ -91,7 +92,7 @@ class VllmEndpoint(
         requests = EngineRoutes(url, api_key=api_key, control_timeout_s=control_timeout_s)
         super().__init__(routes, requests, close_s=_CLOSE_S, generate_timeout_s=generate_timeout_s)
         self._model_dir = model_dir
-        self._special_ids: frozenset[int] = frozenset()  # likewise
+        self._special_ids: frozenset[int] = frozenset()  # set by `_attach`
         self._engine = VllmUpdates(routes, self._gate, self._background, self._last, self._probe)
 
     # ------------------------------------------------------------------------------------------------- attaching
@@ -175,11 +176,14 @@ class VllmEndpoint(
         return can
 
     async def _scale_out_problem(self, model: str) -> str | None:
-        """Return a problem if generating from token ids is disabled. Sends a request that is always rejected."""
+        """Return a problem if the route that generates from token ids is disabled.
+
+        Sends a request that is always rejected.
+        """
         body = {"model": model, "request_id": "inflight-attach", "token_ids": [], "sampling_params": {}}
         try:
             await self._requests.ask("POST", GENERATE, body)
-        except UnauthorizedError:  # not about the key, which /v1/models has checked
+        except UnauthorizedError:  # not because of the key, which /v1/models has checked
             return "it was started without --enable-scale-out"
         return None
 
@@ -194,21 +198,21 @@ class VllmEndpoint(
     # --------------------------------------------------------------------------------------------------- weights
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """Raises `TransferError` if the server was replaced."""
+        """Raises `TransferError` if the server has been replaced."""
         receiver = await self.receiver()
         if receiver.session.update is None:
             await self._refresh_label()
         await receiver.request(update)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """Return without querying the server, because its answer would take another step."""
+        """Return without another query to the server, because its answer would take another sampling step."""
         await (await self.receiver()).commit(ref)
         return self._version(self._updates.session.state, await self.capabilities())
 
     async def weight_version(self) -> WeightVersion:
-        """Also PAUSED while another client has paused the server.
+        """The state is also PAUSED while another client has paused the server.
 
-        ``num_running`` counts this client's sequences: vLLM's own count may be out of date by any amount.
+        ``num_running`` counts this client's sequences, because vLLM's own count may be arbitrarily out of date.
         """
         can = await self.capabilities()
         session = self._updates.session
@@ -230,7 +234,7 @@ class VllmEndpoint(
     # ------------------------------------------------------------------------------------------------ generation
 
     async def record_history(self, history: DraftHistory) -> None:
-        """Send the history in parts, between which the server samples. Parts stay recorded if a later one fails."""
+        """Send the history in parts; the server samples between them. Parts stay recorded if a later one fails."""
         if not (await self.capabilities()).drafts:
             raise UnsupportedError(f"{self.name} does not support drafts; start the server with --drafts history")
         for part in split_history(history.entries, _PART_TOKENS):
@@ -238,7 +242,10 @@ class VllmEndpoint(
             await self._routes.post("/collective_rpc", body)
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """vLLM computes the whole sequence, without its prefix cache, and again after an update in the meantime."""
+        """vLLM computes the whole sequence without its prefix cache.
+
+        If the weights are updated in the meantime, it computes the sequence again.
+        """
         can = await self.capabilities()
         require(can, Needs.of_score(request), self.name)
         check_scored(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
@@ -270,7 +277,7 @@ class VllmEndpoint(
 
     async def _end(self, names: Sequence[str]) -> None:
         await self._routes.post("/abort_requests", {"request_ids": ids_of(names)})
-        # vLLM has answered them. The engine handles calls in order, so after this one it no longer samples them.
+        # vLLM has answered these requests. The engine handles calls in order: after this one it samples none of them.
         await self._routes.get("/weight_info")
 
     async def _render(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
@@ -281,7 +288,7 @@ class VllmEndpoint(
         return parse_rendered_prompt(answer, [url for message in request.messages for url in message.image_urls])
 
     async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        """vLLM's route always includes special tokens, so tokens to be skipped are not sent."""
+        """vLLM's route always includes special tokens, so special tokens to be skipped are not sent."""
 
         async def text(ids: Sequence[int]) -> str:
             tokens = [it for it in ids if not (skip_special_tokens and it in self._special_ids)]

@@ -1,8 +1,8 @@
-"""The commit of an update in vLLM's engine core, which alone can pause, label and resume. Only vLLM loads this.
+"""The commit of an update in vLLM's engine core, which alone can pause, label and resume. Only vLLM loads this module.
 
-vLLM's routes do each of these separately. With a client's round trip between every two calls, and the 20 ms that
-``/pause`` sleeps, a model that loads in 5 ms is paused for 100 ms. Here they run one after another in the sampling
-thread, in one call of ``collective_rpc``, the only vLLM route that accepts arbitrary methods.
+vLLM has a separate route for each of these steps. With a client's round trip between every two calls, and the 20 ms
+that ``/pause`` sleeps, a model that loads in 5 ms is paused for 100 ms. Here the steps run one after another in the
+sampling thread, in one call of ``collective_rpc``, the only vLLM route that accepts arbitrary methods.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Answer = list[dict[str, float]]
 
 
 def register() -> None:
-    """Make the engine core handle the method `COMMIT` itself, and pass all others on to its workers."""
+    """Make the engine core handle the method `COMMIT` itself, and pass all other methods on to its workers."""
     passed_on = EngineCoreProc.collective_rpc
     if hasattr(passed_on, COMMIT):
         return
@@ -36,10 +36,11 @@ def register() -> None:
 
 
 def commit(core: Any, *, label: str, pauses: bool, resumes: bool) -> Answer | Future[Answer]:
-    """Load the weights that the workers have staged, under ``label``, and return how many seconds that took.
+    """Load the weights that the workers have staged, label them, and return how many seconds that took.
 
-    With ``pauses``, sampling is paused first, as under the policy ``keep``; the answer is delayed if a step is in
-    progress. With ``resumes``, sampling resumes immediately afterwards. After any error it stays paused.
+    With ``pauses``, sampling is paused first, as under the policy ``keep``; if a step is in progress, the answer is
+    delayed until it ends. With ``resumes``, sampling resumes immediately afterwards. After any error, sampling stays
+    paused.
     """
     started = time.monotonic()
     paused = core.pause_scheduler("keep", False) if pauses else None

@@ -1,4 +1,4 @@
-"""How a vLLM server must be started for inflight to attach, and whether a running server was."""
+"""How a vLLM server must be started for inflight to attach, and checks of a running server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.wire import MAX_ALTERNATIVES
 BACKEND = "inflight"
 """The weight transfer backend that `inflight_vllm.transfer_engine` registers."""
 RELEASE_ARGUMENTS = ("--enable-sleep-mode",)
-"""Without these arguments a server cannot release its memory. vLLM refuses them on a CPU."""
+"""The arguments without which a server cannot release its memory. vLLM refuses them on a CPU."""
 PROPOSER = "inflight_vllm.drafting.HistoryProposer"
 """The class that vLLM imports in each worker to draft from recorded completions."""
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -62,12 +62,12 @@ def drafting_arguments() -> list[str]:
 
 
 def speculates(config: Mapping[str, Any]) -> bool:
-    """Return whether a server with these settings verifies drafts from any source."""
+    """Return whether a server with these settings verifies drafts, from whatever source."""
     return bool(config.get("speculative_config"))
 
 
 def drafts_from_history(config: Mapping[str, Any]) -> bool:
-    """Return whether a server with these settings drafts from completions that are recorded in it."""
+    """Return whether a server with these settings drafts from recorded completions."""
     return (config.get("speculative_config") or {}).get("model") == PROPOSER
 
 
@@ -96,12 +96,12 @@ def missing_routes(paths: Mapping[str, Any]) -> str | None:
 
 
 def is_without_dev_mode(paths: Mapping[str, Any]) -> bool:
-    """Return whether the routes that only vLLM's development mode offers are missing."""
+    """Return whether the routes are missing that vLLM offers only in development mode."""
     return not _DEV_ROUTES & set(paths)
 
 
 def can_abort(paths: Mapping[str, Any]) -> bool:
-    """Return whether the server ends requests by their ids."""
+    """Return whether the server can end requests by their ids."""
     return _ABORT_ROUTE in paths
 
 
@@ -139,9 +139,9 @@ def max_top_k(config: Mapping[str, Any], vocab_size: int) -> int:
 def honours_seeds(config: Mapping[str, Any]) -> bool:
     """Return whether a server with these settings accepts requests with seeds.
 
-    A server that verifies drafts does not: the tokens for a seed then depend on the drafts. On a CPU, a seed ends vLLM
-    0.32 if the prompt does not fit into one step: vLLM then rewinds the seed's generator, which CPU generators do not
-    support.
+    A server that verifies drafts does not, because the tokens for a seed would depend on the drafts. On a CPU, a seed
+    crashes vLLM 0.32 if the prompt does not fit into one step: vLLM then rewinds the seed's generator, which CPU
+    generators do not support.
     """
     if speculates(config):
         return False

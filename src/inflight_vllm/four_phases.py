@@ -1,9 +1,9 @@
-"""A server with vLLM's routes but without inflight's plug-in as an `InferenceEndpoint`.
+"""A server that has vLLM's routes, but not inflight's plug-in, as an `InferenceEndpoint`.
 
-Any server that implements the four phases of a weight update can be attached to: pause, start, update, finish, and
-resume. Weights are staged here and written into a directory that the server reads. The protocol cannot guarantee that a
-pause ends when its client dies, that only one client updates, or that the weights loaded are the weights sent;
-docs/dialect.md lists the consequences.
+inflight can attach to any server that implements the four phases of a weight update (pause, start, update, finish) and
+can then resume. Weights are staged in this process and written to a directory that the server reads. The protocol
+cannot guarantee that a pause ends when its client dies, that only one client updates, or that the loaded weights are
+those that were sent; docs/dialect.md lists the consequences.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _NEEDED = ("/pause", "/resume", "/is_paused", "/start_weight_update", "/update_w
 
 @dataclass(frozen=True, slots=True)
 class FourPhaseOptions:
-    """Facts about a server, given in the query of its URL."""
+    """Properties of a server, which the query of its URL specifies."""
 
     model_dir: str = ""
-    """The checkpoint directory that the server was started with, as this process sees it."""
+    """This process's path of the checkpoint directory with which the server was started."""
     directory: str = ""
-    """Where updates are written for the server to read; it must see them under the same path."""
+    """The directory in which updates are written for the server, which must see it under the same path."""
     max_concurrent: int = 64
-    """Number of sequences that the server runs at a time."""
+    """Largest number of sequences that the server runs at a time."""
     seeds: bool = False
     """Whether the server honours seeds as the contract specifies (1) or not (0)."""
     timeout_s: float = 600.0
@@ -85,9 +85,9 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
         super().__init__(routes, requests, close_s=30.0, generate_timeout_s=generate_timeout_s)
         self._options = options
         self._paused_since = 0.0
-        self._reports_load = False  # as `_attach` finds
+        self._reports_load = False  # set by `_attach`
         self._ref: UpdateRef | None = None
-        """The update for which sampling was paused last."""
+        """The update for which sampling was most recently paused."""
 
     async def _attach(self) -> Capabilities:
         from inflight.weights.receive.staged_sink import StagedSink
@@ -142,7 +142,10 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
         await receiver.request(update)
 
     async def weight_version(self) -> WeightVersion:
-        """Also PAUSED while another client has paused the server. ``num_running`` counts this client's sequences."""
+        """The state is also PAUSED while another client has paused the server.
+
+        ``num_running`` counts this client's sequences.
+        """
         can = await self.capabilities()
         session = self._updates.session
         state = session.state
@@ -152,7 +155,7 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
             if answer.get("is_paused") and state is EndpointState.READY and session.update is None:
                 state = EndpointState.PAUSED
         running = min(self._gate.num_sent, can.max_concurrent_sequences)
-        if running and self._reports_load:  # a request that was sent has not arrived yet
+        if running and self._reports_load:  # a request that was sent may not have arrived yet
             running = min(running, int((await self._routes.get(_LOAD)).get("server_load", running)))
         answer = self._updates.weight_version(num_running=running, last_update=self._last.timings)
         return answer.model_copy(update={"state": state})
@@ -171,7 +174,7 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
         self._paused_since = time.monotonic()
 
     async def apply(self, update: WeightUpdate) -> None:
-        """Load the update. Until the server has loaded everything, its label marks its weights as torn."""
+        """Load the update. Until the server has loaded all of it, the label marks the weights as torn."""
         started, timeout_s = time.monotonic(), self._options.timeout_s
         async with self._written() as directory:
             await self._routes.post("/update_weight_version", {"new_version": label_of(update.ref, torn=True)})
@@ -199,7 +202,7 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
 
     @contextlib.asynccontextmanager
     async def _written(self) -> AsyncIterator[str]:
-        """Write the received weights into a checkpoint directory, which is deleted at the end."""
+        """Write the received weights to a checkpoint directory, which is deleted when the context ends."""
         from safetensors.torch import save_file
 
         tensors = {name: tensor.contiguous() for name, tensor in self._sink.take()}
@@ -221,7 +224,7 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
 
 
 class FourPhaseKind(EngineKind):
-    """Only attaches: the server is started with its own command."""
+    """Servers that inflight does not start; it only attaches to them."""
 
     name = "fourphase"
 
@@ -234,7 +237,10 @@ class FourPhaseKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """Return an endpoint for a URL whose query has the fields of `FourPhaseOptions`. Raises `ConfigError`."""
+        """Return an endpoint for a URL whose query has the fields of `FourPhaseOptions`.
+
+        Raises `ConfigError` for a wrong query, or if one of its directories does not exist.
+        """
         address, _, query = url.partition("?")
         options = options_of_query(FourPhaseOptions, query)
         for name in ("model_dir", "directory"):
@@ -253,4 +259,4 @@ class FourPhaseKind(EngineKind):
 
 
 FOUR_PHASES = FourPhaseKind()
-"""Servers with vLLM's own four phases of an update."""
+"""The engine kind `fourphase`: servers with vLLM's own four phases of an update."""

@@ -1,4 +1,4 @@
-"""Generation over vLLM's route for token ids, shared by its endpoints with and without inflight's plug-in."""
+"""Generation over vLLM's route for token ids, for endpoints with and without inflight's plug-in."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from inflight_vllm.requests import (
 
 LABEL = "/weight_info"
 _RESUMED_S = 0.05
-"""Seconds between checks of whether a server that refuses requests while paused has resumed."""
+"""Seconds between checks whether a server that refuses requests during a pause has resumed."""
 
 
 class GeneratingEndpoint(AttachedEndpoint):
-    """One server with vLLM's routes; ``requests`` is used for sampling, ``routes`` for everything else."""
+    """One server with vLLM's routes; ``requests`` is used for sampling, and ``routes`` for everything else."""
 
     def __init__(
         self, routes: EngineRoutes, requests: EngineRoutes, *, close_s: float, generate_timeout_s: float
@@ -38,10 +38,10 @@ class GeneratingEndpoint(AttachedEndpoint):
         super().__init__(routes, label_path=LABEL, close_s=close_s)
         self._requests = requests
         self._generate_timeout_s = generate_timeout_s
-        self._speculates = False  # as `_attach` finds
+        self._speculates = False  # set by `_attach`
         self._resuming = asyncio.Lock()
         self._sampled_at = 0.0
-        """When the server last reported that it is not paused."""
+        """The time at which the server last reported that it was not paused."""
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call closes its connection, which ends the request in vLLM."""
@@ -70,16 +70,16 @@ class GeneratingEndpoint(AttachedEndpoint):
         return response_of(request, await self._gate.sample(request, label, send, version_labels_of, resumed))
 
     async def _sampled(self, body: Mapping[str, Any]) -> Any:
-        """Return vLLM's answer, or `Unsampled` if vLLM is paused and does not hold the request until it resumes."""
+        """Return vLLM's answer, or `Unsampled.PAUSED` if vLLM is paused and has refused the request."""
         status, answer = await self._requests.ask("POST", GENERATE, body, self._generate_timeout_s)
         if is_refused_for_now(status, answer):
             return Unsampled.PAUSED
         return self._requests.answer_of(GENERATE, status, answer)
 
     async def _wait_until_resumed(self, deadline: float) -> None:
-        """Return once the server samples; requests that wait at the same time share the polling.
+        """Return once the server samples again; requests that wait at the same time share the polling.
 
-        Raises the same errors as `_label` if the engine will not resume, and `DeadlineError` at ``deadline``.
+        Raises the same errors as `_label` if the engine will not resume, and `DeadlineError` after ``deadline``.
         """
         await asyncio.sleep(_RESUMED_S)
         began = time.monotonic()

@@ -38,7 +38,7 @@ class VllmKind(EngineKind):
             words.append("--enforce-eager")  # compiling gains nothing on a CPU
             words.append("--no-enable-chunked-prefill")  # see `flags.honours_seeds`
             if not any(word.startswith(_SEVERAL_RANKS) for word in options.arguments):
-                # One process fewer, and no busy-waiting for messages, which starves all other processes for seconds.
+                # Saves a process, and avoids busy-waiting for messages, which starves all other processes for seconds.
                 words += ["--distributed-executor-backend", "uni"]
         words += flags.needed_arguments()
         if options.drafts is not None:

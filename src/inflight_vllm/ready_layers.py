@@ -1,9 +1,9 @@
 """Layers whose next weights are prepared before sampling is paused. Only vLLM loads this module.
 
-Where vLLM computes with weights in the form in which its loaders leave them, the received tensors are ready, and
-switching to them is a copy on the device. On a CPU, vLLM packs the weights of linear layers for its kernels. In this
-case the next weights are packed into a copy of the layer that shares no memory with it, and the layer then takes over
-the pack. Quantized layers are never ready.
+If vLLM computes with weights in the form in which its loaders leave them, the received tensors are ready, and switching
+to them is a copy on the device. On a CPU, vLLM packs the weights of linear layers for its kernels. In this case the
+next weights are packed in a copy of the layer that shares no memory with it, and at the switch the layer adopts the
+packed weights. Quantized layers are never prepared.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _UNQUANTIZED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 @dataclass(frozen=True, slots=True)
 class ReadyLayer:
-    """A layer, the tensors to copy into its parameters, and the attributes that vLLM created."""
+    """A layer, the tensors to copy to its parameters, and the attributes that vLLM has created for its next weights."""
 
     module: torch.nn.Module
     copies: Sequence[tuple[str, StridedRegion, torch.Tensor]]
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     def take(self) -> None:
-        """Make the layer compute with its next weights."""
+        """Make the layer use its next weights."""
         for name, place, tensor in self.copies:
             place.of(self.module._parameters[name].data).copy_(tensor, non_blocking=True)  # type: ignore[union-attr]
         for name, value in self.attributes.items():
@@ -48,7 +48,7 @@ class ReadyLayer:
 def ready_layers(
     model: Any, traced: TracedLoad, tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> tuple[list[ReadyLayer], set[str]]:
-    """Return the layers that can be prepared, and the tensors that they use. Does not change the model."""
+    """Return the layers that can be prepared, and the names of the tensors that they use. Does not change the model."""
     layers: list[ReadyLayer] = []
     loaded: set[str] = set()
     for layer in traced.repeatable(tensors, lambda it: _is_copied(it, device) or _is_packed(it, device)):
@@ -114,7 +114,7 @@ def _pack_layers(
 
 
 def _without_memory(module: torch.nn.Module) -> Any:
-    """Return a copy of a module that has its attributes, but none of its parameters."""
+    """Return a copy of a module, with the same attributes but without parameters."""
     made = copy.copy(module)
     made.__dict__ |= {"_parameters": {}, "_buffers": dict(module._buffers), "_modules": dict(module._modules)}
     return made

@@ -1,12 +1,11 @@
 """Loading tensors into a model that vLLM serves. Only vLLM loads this module.
 
-Layers that are known to load by plain copies are prepared before sampling is paused; the others use vLLM's layerwise
-reload.
+Layers that load by plain copies alone are prepared before sampling is paused; the others use vLLM's layerwise reload.
 
-This module works around four properties of vLLM 0.32. The rest of a partly loaded layer becomes whatever its memory
-held, so its other tensors must be loaded too. A failed reload leaves half-loaded layers, which would corrupt the next
-reload. On a CPU, linear layers are packed, and a head tied to the embedding keeps its old packing until it is packed
-again. Experts are packed on a CPU too, but only once.
+This module works around four properties of vLLM 0.32. If a layer is loaded only in part, the rest of it takes whatever
+values its memory held, so its other tensors must be loaded too. A failed reload leaves half-loaded layers behind, which
+would corrupt the next reload. On a CPU, linear layers are packed, and a head tied to the embedding keeps its old
+packed weights until it is packed again. Experts are packed on a CPU too, but only once.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PreparedLoad:
-    """The part of a load that remains to be done while sampling is paused."""
+    """What remains of a load to be done while sampling is paused."""
 
     layers: Sequence[ReadyLayer]
     rest: Named
@@ -42,7 +41,7 @@ class PreparedLoad:
 
 
 class ReloadedModel:
-    """A model in a worker. Call its methods in the worker's main thread, while no forward is running."""
+    """A model in a worker. Call its methods in the worker's main thread, while no forward pass is running."""
 
     def __init__(self, model: Any, model_config: Any, device: torch.device) -> None:
         self._model = model
@@ -55,7 +54,7 @@ class ReloadedModel:
 
     @torch.no_grad()
     def prepare(self, tensors: Named) -> PreparedLoad:
-        """Do the part of a load that needs no pause. May be called in any thread, between forwards or during one."""
+        """Do the part of a load that needs no pause. May be called in any thread, even during a forward pass."""
         given = dict(tensors)
         if self._traced is None or self.is_dirty:
             return PreparedLoad([], tensors)
@@ -80,14 +79,17 @@ class ReloadedModel:
                 self._finish()
             self._pack_tied_head()
         else:
-            for attention in self._attention:  # as a reload ends: some derive weights from other layers
+            for attention in self._attention:  # as a reload does at its end: some derive weights from other layers
                 attention.process_weights_after_loading(self._model_config.dtype)
         synchronise_stream(self._device)
         self.is_dirty = False
 
     @torch.no_grad()
     def find_layers(self, shapes: Mapping[str, Sequence[int]]) -> TracedLoad:
-        """Find out which layers take which tensors, once. ``shapes`` are those of every tensor of the checkpoint."""
+        """Return which layers load which tensors, found by the first call.
+
+        ``shapes`` are those of all tensors of the checkpoint.
+        """
         if self.is_dirty:
             self._put_back()
         if self._traced is None:
@@ -95,10 +97,10 @@ class ReloadedModel:
         return self._traced
 
     def companions(self, names: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Return the remaining tensors of the layers that use the named ones, because they must be loaded together.
+        """Return the other tensors of the layers that use the named tensors, because they must be loaded together.
 
         ``shapes`` has the same meaning as for `find_layers`. Raises `UnsupportedError` if it cannot be determined which
-        layer takes a tensor.
+        tensors a layer loads.
         """
         traced = self.find_layers(shapes)
         if traced.problem is not None:
@@ -114,7 +116,7 @@ class ReloadedModel:
             wanted = sharing
 
     def _put_back(self) -> None:
-        """Restore the layers that are half-way through a load, discarding the tensors loaded for them."""
+        """Restore the layers that are half-loaded, and discard the tensors loaded for them."""
         initialize_layerwise_reload(self._model)
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
@@ -126,15 +128,15 @@ class ReloadedModel:
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             if info.can_load() and info.load_numel <= 0:
-                info.load_numel_total = 0  # the layer keeps its tensors; vLLM need not warn of that
+                info.load_numel_total = 0  # the layer keeps its tensors, and vLLM need not warn about it
         finalize_layerwise_reload(self._model, self._model_config)
 
     @contextlib.contextmanager
     def _repack_experts(self) -> Iterator[None]:
         """Make vLLM pack the experts that are loaded within the context.
 
-        On a CPU, vLLM packs experts when it creates a layer's kernel, and copies later weights into the pack without
-        packing them.
+        On a CPU, vLLM packs experts when it creates a layer's kernel, but then copies later weights over the packed
+        ones without packing them.
         """
         methods: set[Any] = {getattr(module, "quant_method", None) for module in self._model.modules()}
         kernels: dict[Any, Any] = {it: it.moe_kernel for it in methods if getattr(it, "moe_kernel", None) is not None}

@@ -28,18 +28,18 @@ from inflight_vllm.drafting import CONTINUED
 
 GENERATE = "/inference/v1/generate"
 _PREFIX = "generate-tokens-"
-"""The prefix that vLLM adds to the ids of requests over this route."""
+"""The prefix that vLLM adds to the ids of requests on this route."""
 _FLOOR = -9999.0
 """The value that vLLM returns instead of a logprob that is NaN or minus infinity."""
 REFUSED_FOR_NOW = "ServiceUnavailableError"
-"""The type of the error in vLLM's refusal of a request that may be sent again."""
+"""The error type with which vLLM refuses a request that may be sent again."""
 
 
 def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bool = False) -> None:
-    """Raise `InvalidRequestError` if the request does not fit.
+    """Raise `InvalidRequestError` if the request does not fit in the model's context or vocabulary.
 
     Raises `UnsupportedError` for combined filters that vLLM applies in a different order, for seeds that the server
-    does not honour, and for min-p if it ``speculates``, that is, verifies drafts.
+    does not honour, and for min-p if the server ``speculates``, that is, verifies drafts.
     """
     check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
     sampling = request.sampling
@@ -68,8 +68,8 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
 def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, SentRequest]) -> list[dict[str, Any]]:
     """Return the bodies of ``POST /inference/v1/generate`` for the completions with these indices.
 
-    There are several bodies if vLLM does not support n completions at once, or if it counts drafts, which it does
-    only for a single completion.
+    There are several bodies if vLLM cannot sample so many completions at once, or if it counts drafts, which it does
+    only for requests with a single completion.
     """
     largest_n = 1 if can.draft_counts else can.max_concurrent_sequences
     bodies = []
@@ -82,9 +82,9 @@ def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, S
 
 
 def ids_of(names: Sequence[str]) -> list[str]:
-    """Return vLLM's ids of the requests that `bodies_of` makes for completions with these names, and possibly more.
+    """Return the ids under which vLLM may know the requests that `bodies_of` makes for completions with these names.
 
-    A request for several completions has the name of the first.
+    A request for several completions has the name of the first, so vLLM does not know all of these ids.
     """
     return [f"{_PREFIX}{name}" for name in names]
 
@@ -105,10 +105,10 @@ def _body(request: GenerateRequest, can: Capabilities, asked: SentRequest, start
 
 
 def _images(request: GenerateRequest, salt: str) -> dict[str, Any]:
-    """Return the images of a prompt; vLLM itself repeats each image's placeholder.
+    """Return the fields of a body that contain the prompt's images; vLLM itself repeats each image's placeholder.
 
-    vLLM caches the features of an image under its name, and still uses them after an update of the vision tower. The
-    name therefore begins with the ``salt``, which distinguishes weights.
+    vLLM caches the features of an image under the image's name, and still uses them after an update of the vision
+    tower. The name therefore begins with the ``salt``, which differs between weight versions.
     """
     token_ids: list[int] = []
     end = 0
@@ -142,7 +142,7 @@ def check_placed(request: GenerateRequest, answers: Sequence[Any]) -> None:
 
 
 def parse_rendered_prompt(answer: Mapping[str, Any], urls: Sequence[str]) -> tuple[list[int], list[PromptImage]]:
-    """Return the tokens that vLLM rendered messages to, and the positions of the images with these URLs."""
+    """Return the tokens to which vLLM rendered messages, and the images with these URLs at their positions."""
     with protocol_errors("/v1/chat/completions/render"):
         places = _places(answer["features"]["mm_placeholders"]) if urls else ()
         images = [
@@ -179,14 +179,14 @@ def scoring_body_of(request: ScoreRequest, can: Capabilities, asked: SentRequest
 
 
 def label_of_scored(answer: Mapping[str, Any]) -> Any:
-    """Return the labels of the token that was sampled after the scored ones."""
+    """Return the version labels of the token that was sampled after the scored tokens."""
     return answer["choices"][0]["weight_versions"]
 
 
 def scores_of(request: ScoreRequest, answer: Mapping[str, Any], version: int) -> ScoreResponse:
     """Return vLLM's logprobs of a prompt as scores of ``version``.
 
-    Raises `NonFiniteError` for broken weights, `ProtocolError` if the answer cannot be read.
+    Raises `NonFiniteError` for broken weights, and `ProtocolError` if the answer cannot be read.
     """
     with protocol_errors(GENERATE):
         rows = [
@@ -194,7 +194,7 @@ def scores_of(request: ScoreRequest, answer: Mapping[str, Any], version: int) ->
             for row in answer["prompt_logprobs"][request.start :]
         ]
         logprobs = [row[token] for token, row in zip(request.token_ids[request.start :], rows, strict=True)]
-        # A row also has the scored token, which need not be among the likeliest.
+        # A row also contains the scored token, which need not be among the likeliest.
         best = [sorted(row.items(), key=lambda it: -it[1])[: request.top_k] for row in rows]
     if any(logprob <= _FLOOR for row in rows for logprob in row.values()):
         raise NonFiniteError("scored logprobs are not finite: the served weights are broken; publish valid weights")
@@ -209,17 +209,17 @@ def scores_of(request: ScoreRequest, answer: Mapping[str, Any], version: int) ->
 
 
 def is_refused_for_now(status: int, answer: Any) -> bool:
-    """Return whether vLLM has refused a request that may be sent again, with nothing sampled for it.
+    """Return whether vLLM has refused a request that may be sent again; nothing has been sampled for it.
 
-    vLLM 0.33 does so while a pause of mode ``abort`` or ``wait`` lasts. Earlier releases keep such a request until
-    sampling resumes.
+    vLLM 0.33 refuses requests during a pause in mode ``abort`` or ``wait``. Earlier releases keep them until sampling
+    resumes.
     """
     error = answer.get("error") if isinstance(answer, dict) else None
     return status == 503 and isinstance(error, dict) and error.get("type") == REFUSED_FOR_NOW
 
 
 def choices_of(answers: Sequence[Any]) -> list[Any]:
-    """Return vLLM's answer to `bodies_of` for each completion. Raises `ProtocolError` if it cannot be read."""
+    """Return vLLM's answer for each completion of `bodies_of`. Raises `ProtocolError` if an answer cannot be read."""
     with protocol_errors(GENERATE):
         return [
             choice | {"metrics": answer.get("metrics") if len(answer["choices"]) == 1 else None}
@@ -229,14 +229,14 @@ def choices_of(answers: Sequence[Any]) -> list[Any]:
 
 
 def version_labels_of(choice: Mapping[str, Any]) -> Any:
-    """Return the labels of a completion's tokens."""
+    """Return the version labels of a completion's tokens."""
     return choice["weight_versions"]
 
 
 def response_of(request: GenerateRequest, choices: Sequence[Any]) -> GenerateResponse:
-    """Return vLLM's answers for all completions as one response; None stands for one that was not sampled.
+    """Return vLLM's answers for all completions as one response; None stands for a completion that was not sampled.
 
-    Raises `NonFiniteError` for broken weights, `ProtocolError` if the answers cannot be read.
+    Raises `NonFiniteError` for broken weights, and `ProtocolError` if the answers cannot be read.
     """
     with protocol_errors(GENERATE):
         completions = tuple(
@@ -263,7 +263,7 @@ def _completion(choice: Mapping[str, Any], index: int) -> Completion:
 
 
 def _draft_counts(metrics: Mapping[str, Any] | None) -> DraftCounts | None:
-    """Return vLLM's draft counts of one request; None if there are none, as after an abort."""
+    """Return vLLM's draft counts for one request; None if there are none, for example after an abort."""
     counted = (metrics or {}).get("speculative_decoding")
     if counted is None:
         return None

@@ -1,8 +1,8 @@
 """The writes of a model's weight loaders, found by tracing one load on meta tensors. Only vLLM loads this module.
 
-vLLM runs through a model's loaders again for each load, which takes about a millisecond per tensor. The writes of the
-loaders are therefore recorded once, on meta tensors. A layer whose loaders only copy parts of checkpoint tensors, or
-write constants, and thereby fill each of its parameters, can also be loaded by repeating these writes.
+vLLM runs a model's loaders for each load, which takes about a millisecond per tensor. The writes of the loaders are
+therefore recorded once, on meta tensors. If a layer's loaders only copy parts of checkpoint tensors or write constants,
+and these writes fill each of the layer's parameters, the layer can also be loaded by repeating them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, initialize_layerwise_reload
 
 _DTYPE = torch.float32
-"""Dtype of the traced tensors. Any dtype will do, because copies convert."""
+"""Dtype of the traced tensors. Any dtype will do, because copies convert dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StridedRegion:
-    """A strided region of a tensor, with an offset from its first element."""
+    """A strided region of a tensor; the offset counts from the tensor's first element."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,7 +36,7 @@ class StridedRegion:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One write of a loader: a part of ``source`` to a part of ``parameter``, or ``value`` if there is no source."""
+    """One write of a loader to a part of ``parameter``: a part of ``source``, or ``value`` if there is no source."""
 
     parameter: str
     to: StridedRegion
@@ -45,7 +45,7 @@ class Write:
     value: float = 0.0
 
     def value_from(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return the written value, taken from the tensors that arrived."""
+        """Return the value to write, taken from the received tensors."""
         if self.source is None or self.read is None:
             return torch.full((), self.value, device=device)
         return self.read.of(tensors[self.source].contiguous())
@@ -61,7 +61,7 @@ class TracedLayer:
     sources: set[str] = field(default_factory=set)
     writes: list[Write] = field(default_factory=list)
     does_more: bool = False
-    """Whether its loaders do anything else, so that repeating the writes does not suffice."""
+    """Whether the layer's loaders do anything else, so that repeating the writes does not suffice."""
 
     def is_filled(self) -> bool:
         """Return whether the writes cover each element of each parameter exactly once and the layer has no buffers."""
@@ -74,7 +74,7 @@ class TracedLayer:
 
 
 def _fill(parameter: torch.Tensor, places: Sequence[StridedRegion]) -> bool:
-    """Return whether disjoint boxes make up a contiguous tensor; False if a region is not a box."""
+    """Return whether the regions are disjoint boxes that make up the whole parameter, which is contiguous."""
     boxes = [_box(place, parameter) for place in places]
     if not parameter.is_contiguous() or any(box is None for box in boxes):
         return False
@@ -87,7 +87,10 @@ def _fill(parameter: torch.Tensor, places: Sequence[StridedRegion]) -> bool:
 
 
 def _box(place: StridedRegion, parameter: torch.Tensor) -> list[range] | None:
-    """Return the index range that a region covers along each dimension longer than 1 of a contiguous tensor."""
+    """Return the range of indices that a region covers along each dimension of a contiguous tensor.
+
+    Dimensions of length 1 are omitted. Returns None if the region is not a box.
+    """
     lengths = {stride: size for size, stride in zip(place.size, place.stride, strict=True) if size != 1}
     rest, box = place.offset, []
     for size, stride in zip(parameter.shape, parameter.stride(), strict=True):
@@ -107,16 +110,17 @@ class TracedLoad:
     layers: Sequence[TracedLayer]
     shapes: Mapping[str, Sequence[int]]
     computed: Collection[str]
-    """Tensors from which the loaders compute something."""
+    """Names of the tensors from which the loaders compute something."""
     problem: str | None
-    """A parameter for which it is unknown which tensors its loader uses; None if there is none."""
+    """The name of a parameter whose loader uses unknown tensors; None if there is none."""
 
     def repeatable(
         self, tensors: Mapping[str, torch.Tensor], suits: Callable[[TracedLayer], bool]
     ) -> list[TracedLayer]:
         """Return the layers that can be loaded by repeating their writes, and for which ``suits`` returns True.
 
-        No other layer needs any of their tensors. The result is empty if a tensor does not have the traced shape.
+        No other layer needs any of their tensors. The result is empty if any tensor's shape differs from the traced
+        one.
         """
         if self.problem is not None or any(
             tuple(tensor.shape) != tuple(self.shapes.get(name, ())) for name, tensor in tensors.items()
@@ -137,7 +141,7 @@ class TracedLoad:
 
 
 class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operations of loaders on parameters and sources. The serving model's memory is not written."""
+    """Records what loaders do with parameters and sources. It does not write to the memory of the served model."""
 
     def __init__(self, layers: Sequence[TracedLayer], sources: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -162,7 +166,7 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return answer
 
     def _note_write(self, func: Any, target: torch.Tensor, value: Any = 0.0, *others: Any) -> bool:
-        """Record a copy of a source, or of a constant, to a parameter. Return whether it is one."""
+        """Record a write if it copies a source or a constant to a parameter; return whether it does."""
         if _storage(target) not in self._parameters or others:
             return False
         layer, name = self._parameters[_storage(target)]
@@ -193,9 +197,9 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace(model: Any, shapes: Mapping[str, Sequence[int]], put_back: Callable[[], None]) -> TracedLoad:
-    """Return what the model's loaders do with tensors of ``shapes``, which are those of the whole checkpoint.
+    """Return what the model's loaders do with tensors of these shapes, which are those of the whole checkpoint.
 
-    ``put_back`` ends a load that has begun.
+    ``put_back`` is called at the end, to end the load that the trace has begun.
     """
     meta = {name: torch.empty(tuple(shape), dtype=_DTYPE, device="meta") for name, shape in shapes.items()}
     names = {_storage(tensor): name for name, tensor in meta.items()}
@@ -210,7 +214,7 @@ def trace(model: Any, shapes: Mapping[str, Sequence[int]], put_back: Callable[[]
         try:
             with _Writes(layers, meta) as writes:
                 model.load_weights(meta.items())
-        except Exception as error:  # a loader that reads values, or any other error of a model's own code
+        except Exception as error:  # from a loader that reads values, or any other code of a model
             return TracedLoad([], shapes, (), f"its weights, because of {type(error).__name__}: {error}")
         problem = None
         for layer in layers:

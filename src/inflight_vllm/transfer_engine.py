@@ -2,15 +2,15 @@
 
 join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
 
-A bucket is received in a thread and staged where its transport delivers it: in host memory, or on the worker's GPU,
-where it uses a separate stream so that it does not wait for the model. The worker therefore keeps answering, a receive
-can be aborted, and only ``finish_weight_update`` changes the model: after any failure before it, the old weights keep
-serving. ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, because vLLM's own calls cannot
-return it.
+A bucket is received in a separate thread and staged where its transport delivers it: in host memory, or on the worker's
+GPU. On a GPU, a separate stream is used, so that receiving does not wait for the model. The worker therefore keeps
+answering, and a receive can be aborted. Only ``finish_weight_update`` changes the model: if anything fails before it,
+the old weights are still served. ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, because
+vLLM's own calls cannot return it.
 
-That thread also prepares the load. It completes a partial update with the tensors that vLLM keeps in the same layers,
-and merges a LoRA into its base. If those tensors are no longer known, the update is refused when it begins. Staging
-weights while vLLM samples requires no pause; only ``finish_weight_update`` does.
+The thread also prepares the load. It completes a partial update with the tensors that vLLM keeps in the same layers,
+and merges a LoRA into its base. If those tensors are no longer known, the update is refused when it begins. Weights are
+staged while vLLM samples, without a pause; only ``finish_weight_update`` requires one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Phase = Literal["idle", "busy", "done", "failed"]
 
 
 def register() -> None:
-    """Register backend, status and commit in this vLLM process. vLLM calls it in each of its processes."""
+    """Register the backend and its methods in this vLLM process. vLLM calls this in each of its processes."""
     from vllm.v1.worker.worker_base import WorkerBase
 
     from inflight_vllm import engine_core
@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
-    """Return the status of the worker's transfer engine, after up to ``wait_s`` seconds for work in progress."""
+    """Return the status of the worker's transfer engine; wait up to ``wait_s`` seconds for work in progress."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if not isinstance(engine, InflightTransferEngine):
         return {"protocol": None, "backend": type(engine).__name__}
@@ -74,10 +74,10 @@ class JoinInfo:
 
 @dataclass
 class UpdateInfo:
-    """``update_info``: ``begin`` an update, receive one ``bucket`` of it, ``forget`` the received buckets, or ``drop``
-    the group.
+    """``update_info``, in which ``source`` names the action.
 
-    ``update`` is the body of a `WeightUpdate`, ``transfer`` of a `BucketTransfer`.
+    ``begin`` begins an update, ``bucket`` receives one bucket of it, ``forget`` discards the received buckets, and
+    ``drop`` leaves the group. ``update`` is the body of a `WeightUpdate`, and ``transfer`` that of a `BucketTransfer`.
     """
 
     source: Literal["begin", "bucket", "forget", "drop"]
@@ -86,7 +86,7 @@ class UpdateInfo:
 
 
 class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # type: ignore[misc]  # no vLLM here
-    """One worker's half of the updates of its model. vLLM makes it and calls it from the worker's main thread."""
+    """One worker's side of its model's updates. vLLM creates it, and calls it from the worker's main thread."""
 
     init_info_cls = JoinInfo
     update_info_cls = UpdateInfo
@@ -95,7 +95,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     def __init__(self, config: WeightTransferConfig, vllm_config: Any, device: torch.device, model: Any) -> None:
         super().__init__(config, vllm_config, device, model)
         if vllm_config.speculative_config is not None:
-            from inflight_vllm.verification import repair_verification  # which loads vLLM's sampler
+            from inflight_vllm.verification import repair_verification  # this loads vLLM's sampler
 
             repair_verification(device)
         self._receiver: WeightReceiver | None = None
@@ -116,9 +116,9 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     # ------------------------------------------------------------------------------------------- what vLLM calls
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
-        """Leave any earlier group and begin to join; `status` reports when that is done."""
+        """Leave any earlier group and begin to join the new one; `status` reports when the worker has joined."""
         self._drop()
-        with contextlib.suppress(UpdateRefusedError):  # no checkpoint to read: vLLM's loaders load everything
+        with contextlib.suppress(UpdateRefusedError):  # without a readable checkpoint, vLLM's loaders load everything
             self._reloaded.find_layers(self._base.shapes())
         spec = spec_type(init_info.spec["transport"]).model_validate(init_info.spec)
         parallel = self.parallel_config
@@ -137,7 +137,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._forget()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Begin an update, or begin to receive one of its buckets; `status` reports when it is staged."""
+        """Begin an update, or begin to receive one of its buckets; `status` reports when the bucket is staged."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -151,7 +151,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
             self._begin_bucket(BucketTransfer.model_validate(update_info.transfer))
 
     def finish_weight_update(self) -> None:
-        """Load the staged weights if all have arrived; if none have, change nothing."""
+        """Load the staged weights if all have arrived. If none have arrived, change nothing."""
         if self._phase == "busy":
             raise RuntimeError("the update cannot be committed: a bucket is still being received")
         staging, update, prepared = self._staging, self._update, self._prepared
@@ -177,7 +177,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     # --------------------------------------------------------------------------------------------------- status
 
     def status(self, wait_s: float) -> dict[str, Any]:
-        """Return the progress of the current work, after up to ``wait_s`` seconds."""
+        """Return the progress of the current work; wait up to ``wait_s`` seconds for it."""
         if wait_s > 0:
             self._work.wait(wait_s)
         return {
@@ -193,7 +193,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         }
 
     def _begin(self, work: Callable[[], None]) -> None:
-        """Do ``work`` in a separate thread, which is abandoned if the group is abandoned in the meantime."""
+        """Do ``work`` in a separate thread. If the group is left in the meantime, the thread is abandoned."""
         self._phase, self._problem = "busy", ""
         done = self._work = threading.Event()
 
@@ -227,9 +227,9 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._update, self._staging = update, Staging(update, self._kept)
 
     def _completion(self, manifest: Manifest) -> list[str]:
-        """Return the tensors that must be loaded in addition to those that an update changes.
+        """Return the names of the tensors that must be loaded in addition to those that an update changes.
 
-        Raises `UpdateRefusedError` if they are no longer known.
+        Raises `UpdateRefusedError` if the tensors are no longer known.
         """
         if manifest.lora is None and not manifest.frozen:
             return []

@@ -1,7 +1,7 @@
 """Weight updates over vLLM's routes: the pause, the group, the buckets and the commit of one server.
 
 On the engine's side, `inflight_vllm.transfer_engine` stages what arrives, and `inflight_vllm.engine_core` commits it.
-Until the commit, the old weights keep serving. Calls on the engine are made one after another.
+Until the commit, the old weights are served. Calls to the engine are made one after another.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ from inflight.wire import (
 )
 
 PLUGIN_PROTOCOL = 5
-"""Increased when a client of the previous protocol would misread the plug-in. Compared when a client attaches."""
+"""Version of the plug-in's protocol, which is compared when a client attaches. It increases when a client of the
+previous version would misread the plug-in."""
 COMMIT = "inflight_commit"
 """The method of ``/collective_rpc`` that loads, labels and resumes: see `inflight_vllm.engine_core`."""
 PAUSES = {
-    InFlightPolicy.KEEP: "mode=keep&clear_cache=false",  # with a cleared cache, vLLM would compute it all again
+    InFlightPolicy.KEEP: "mode=keep&clear_cache=false",  # after clearing the cache, vLLM would recompute everything
     InFlightPolicy.RECOMPUTE: "mode=keep&clear_cache=true",
     InFlightPolicy.DRAIN: "mode=wait&clear_cache=true",
     InFlightPolicy.ABORT: "mode=abort&clear_cache=true",
 }
 _WAIT_S = 0.02
-"""How long, in seconds, the plug-in may hold one status call while nothing is sampled."""
+"""How long, in seconds, the plug-in may delay the answer to a status call while nothing is sampled."""
 _POLL_S = 0.01
-"""Seconds between two status calls while tokens are sampled."""
+"""Seconds between two status calls while tokens are being sampled."""
 
 
 class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
@@ -78,7 +79,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         self._update: WeightUpdate | None = None
         self._kept: UpdateRef | None = None
         self._joining: TransportSpec | None = None
-        """The latest join, pending or done. Any other join has been abandoned."""
+        """The latest join, whether pending or done. Any other join has been abandoned."""
         self._session_is_open = False
         self._is_torn = False
         self._paused_since = 0.0
@@ -224,7 +225,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             self._gate.is_open.set()  # waiting requests are now refused
 
     async def free_memory(self) -> None:
-        """Release memory, after a brief wait for other clients' requests, which vLLM would end."""
+        """Release memory, after a brief wait for other clients' requests, which vLLM would otherwise end."""
         self._gate.refuse_if_busy()
         async with self._lock:
             try:
@@ -239,7 +240,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             await self._routes.post("/sleep?level=1&mode=keep", timeout_s=MOVE_S)  # level 2 would drop the weights
 
     async def take_memory(self) -> None:
-        """Wake the engine, which can then sample; inflight's clients send nothing before they see the label."""
+        """Wake the engine, which can then sample; inflight's clients send nothing before they see the new label."""
         async with self._lock:
             answer = await self._routes.post("/wake_up", timeout_s=MOVE_S)
             if answer.get("status") != "awake":
@@ -287,7 +288,10 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     async def _wait_until_done(
         self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None
     ) -> None:
-        """Return when the plug-in has finished its work. Raises `TransferError`, also for a lost group."""
+        """Return when the plug-in has finished its work.
+
+        Raises `TransferError` if the work fails or takes too long, or if the group is lost.
+        """
         deadline = time.monotonic() + timeout_s + 1.0  # the engine's own error is more specific
         while True:
             statuses = await status_of(self._routes, wait_s)
@@ -328,16 +332,16 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     async def _leave(self, name: str) -> None:
         async with self._lock:
             if self._joining is not None:
-                return  # joining the next group leaves the one before
+                return  # joining the next group leaves this one
             if self._session_is_open:
                 await ignore_engine_errors(self._routes.post("/update_weights", {"update_info": {"source": "drop"}}))
                 return
             with contextlib.suppress(InflightError):
                 if all(status.get("group") == name for status in await status_of(self._routes)):
-                    await self._routes.post("/shutdown_weight_transfer_engine")  # otherwise it is another publisher's
+                    await self._routes.post("/shutdown_weight_transfer_engine")  # else it belongs to another publisher
 
     async def _resume(self) -> None:
-        """Resume sampling; vLLM briefly refuses while an abandoned drain is still pending."""
+        """Resume sampling; vLLM refuses this for a short time while an abandoned drain is still pending."""
         deadline = time.monotonic() + 5.0
         while True:
             try:
@@ -351,7 +355,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
 
 
 async def status_of(routes: EngineRoutes, wait_s: float = 0.0) -> list[dict[str, Any]]:
-    """Return what the plug-in reports in each worker."""
+    """Return the status that the plug-in reports in each worker."""
     answer = await routes.post("/collective_rpc", {"method": "inflight_status", "kwargs": {"wait_s": wait_s}})
     results = answer.get("results") if isinstance(answer, dict) else None
     if not results or not all(isinstance(result, dict) for result in results):
@@ -362,6 +366,6 @@ async def status_of(routes: EngineRoutes, wait_s: float = 0.0) -> list[dict[str,
 
 
 def _kept_of(statuses: Sequence[Mapping[str, Any]]) -> UpdateRef | None:
-    """Return the update that every worker has kept."""
+    """Return the update that every worker has kept, or None."""
     first, *others = [status.get("kept") for status in statuses]
     return UpdateRef.model_validate(first) if first is not None and all(other == first for other in others) else None

@@ -1,10 +1,10 @@
-"""Repairs of how vLLM 0.32 verifies drafts. Each repair is made only in a worker in which a test finds the fault.
+"""Repairs for the way in which vLLM 0.32 verifies drafts. Each is applied only in workers where a test finds the fault.
 
-On a CPU, `expand_batch_to_tokens` writes into a copy of its result, so that drafted tokens are judged at a temperature,
-top-k and top-p read from uninitialized memory (vLLM's issue 55005). Also on a CPU, the token -1, with which vLLM pads
-the drafts of a new request, is accepted with the probability stored in memory before its row. And in a step without any
-draft, top-k asks for the largest element of an empty tensor, which ends the engine. All three faults concern every
-method of speculation.
+On a CPU, `expand_batch_to_tokens` writes to a copy of its result, so drafted tokens are judged with a temperature,
+top-k and top-p from uninitialized memory (vLLM's issue 55005). Also on a CPU, the token -1, with which vLLM pads the
+drafts of a new request, is accepted with the probability that is stored in memory before its row. And in a step without
+drafts, top-k takes the largest element of an empty tensor, which crashes the engine. All three faults affect every
+method of speculative decoding.
 
 Shape suffixes: B requests, T drafted tokens, V vocabulary.
 """
@@ -23,7 +23,7 @@ _MODULE = "vllm.v1.sample.rejection_sampler"
 
 
 def repair_verification(device: torch.device) -> None:
-    """Make vLLM verify drafts on ``device`` correctly. Raises `RuntimeError` if it still does not."""
+    """Make vLLM verify drafts correctly on ``device``. Raises `RuntimeError` if it still does not."""
     for is_right, repair in (
         (_expands, _repair_expansion),
         (_rejects_padding, _repair_padding),
@@ -109,7 +109,7 @@ def _repair_padding() -> None:
     def recovering(*arguments: Any) -> None:
         recovered_T, ends_B, drafted_T, draft_TV, target_TV, noise_BV, *others = arguments
         recover(recovered_T, ends_B, drafted_T.clamp(min=0), draft_TV, target_TV, noise_BV, *others)
-        if bool((padded_T := drafted_T < 0).any()):  # nothing is left out of the distribution after them
+        if bool((padded_T := drafted_T < 0).any()):  # the distribution after a rejected -1 is the whole target
             noise_TV = noise_BV.repeat_interleave(_num_drafted(ends_B), dim=0)
             recovered_T[padded_T] = (target_TV * noise_TV)[padded_T].argmax(dim=-1).to(recovered_T.dtype)
 
