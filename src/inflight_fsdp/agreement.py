@@ -17,8 +17,8 @@ _MESSAGE_BYTES = 2048
 def first_failure(failure: str | None, device: torch.device, group: dist.ProcessGroup | None = None) -> str | None:
     """Return the failure of the lowest rank that has failed, or None; collective over a group of all ranks.
 
-    Every rank returns the same failure, preceded by the rank's name on the other ranks. The group must be able to
-    communicate from ``device``; None means the default group.
+    Every rank returns the same failure; on the other ranks, the failed rank's number precedes it. The group must be
+    able to communicate from ``device``; None means the default group.
     """
     if dist.get_world_size() == 1:
         return failure

@@ -247,7 +247,7 @@ def _own_pieces(
 
 
 def _header(tensors: Sequence[ShardedTensor]) -> tuple[bytes, dict[str | None, int]]:
-    """Return the header of a safetensors file with these tensors in this order, and each tensor's offset after it.
+    """Return the header of a safetensors file with these tensors in this order, and each one's offset after the header.
 
     The key None holds the end of the last tensor.
     """

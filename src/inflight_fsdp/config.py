@@ -67,15 +67,15 @@ class WorkerConfig(OptimizerSettings):
     more computation."""
     float8: bool = False
     """Multiply in 8 bits in the linear layers of each decoder layer, with a scale for each token (torchao). Attention,
-    norms, embedding, head and the gradients of weights stay in ``dtype``. A CPU emulates float8. It has not yet been
-    run on a GPU."""
+    norms, embedding, head and the gradients of weights stay in ``dtype``. A CPU emulates the 8-bit products. This
+    setting has not yet been tested on a GPU."""
     compile: bool = False
     """Compile the parts of each layer, except attention. The first steps are slower while graphs are made. Needs a C++
     compiler on a CPU, and triton on a GPU."""
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer states in host memory, and run the optimizer there. A GPU then holds only
-    the activations and the layers that it is computing. On a CPU the results are the same with and without it. It has
-    not yet been run on a GPU."""
+    the activations and the layers that it is computing. On a CPU the results are the same with and without this
+    setting. It has not yet been tested on a GPU."""
     frozen: tuple[str, ...] = ()
     """Shell patterns for the names of parameters that are not trained, such as ``model.layers.[0-9].*``. These
     parameters have no gradients and no optimizer states. Checkpoints still contain them, but a publish omits them, so

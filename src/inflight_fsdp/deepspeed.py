@@ -209,7 +209,7 @@ class _ZeroPart:
 
 
 def _range_of(parameter: Any, zero: Any) -> tuple[slice, _ZeroPart] | None:
-    """Return the range of a flattened parameter whose float32 weights are on this rank, or None."""
+    """Return the range of a flattened parameter whose float32 weights are on this rank, or None if there is none."""
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
         group, start, each = zero.grad_position[zero.get_param_id(parameter)]
         first = min(dist.get_rank() * each, parameter.ds_numel)

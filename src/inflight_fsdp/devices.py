@@ -26,7 +26,7 @@ def device_of(kind: str | None) -> torch.device:
 
 
 def device_index(local_rank: int, num_devices: int) -> int:
-    """Return which of the GPUs that its process sees a rank uses.
+    """Return the index of the GPU that a rank uses, among those that its process sees.
 
     Raises `ConfigError` if ranks would share a GPU.
     """

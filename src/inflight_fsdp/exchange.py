@@ -1,4 +1,4 @@
-"""What ranks need to publish while they train: a separate exchange of messages, and changes that wait for readers."""
+"""What ranks need to publish while they train: an exchange of messages, and weight changes that wait for readers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How much memory a rank of FSDP2 or TorchTitan needs, computed from ``config.json``, tensor shapes and settings.
 
 The rows of the checkpoint's parameters are divided among the R ranks that share one copy, so a rank holds
-P = sum of ceil(rows / R) * (elements of a row). m is the size in bytes of an element in the stored dtype, c in
+P = sum of ceil(rows / R) * (elements of a row). m is the size in bytes of an element in the stored dtype, c is that in
 ``dtype``, and T is the number of tokens of a micro-batch.
 
 - parameters: m P, plus m P of each reference model and teacher

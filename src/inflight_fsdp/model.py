@@ -46,7 +46,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm
         self.routing_shape = None if routers is None else (*routers.shape, routers.num_experts)
-        """(L, K, E): the layers, the experts of a token, and those of a layer; None if choices cannot be replayed."""
+        """The numbers of layers, of experts per token, and of experts per layer; None if routing cannot be replayed."""
 
     def forward(self, row: Row) -> torch.Tensor:
         """Return the logprobs [N] of the targets.
@@ -162,7 +162,7 @@ def load_weights(
 ) -> None:
     """Fill this rank's shards of a policy from its checkpoint, and the shards of a LoRA with their initial values.
 
-    Buffers are not sharded; they are placed on ``device``, which computes.
+    Buffers are not sharded; they are placed on ``device``, the device that computes.
     """
     buffers = dict(policy.named_buffers())
     policy.to_empty(device="cpu" if config.cpu_offload else device)

@@ -57,7 +57,7 @@ class ShardedAdamW:
             self._adamw.state[tensor]["step"].fill_(value)
 
     def resume(self, states: Mapping[str, Mapping[str, torch.Tensor]], num_steps: int) -> None:
-        """Continue after ``num_steps`` steps, with the moments that the caller has read into what `states` returned."""
+        """Continue after ``num_steps`` steps; the caller has read the moments into the result of `states`."""
         self.set_num_steps(num_steps)
 
     def reset(self) -> None:
@@ -69,7 +69,7 @@ class ShardedAdamW:
     ) -> None:
         """Update the parameters in place; ``gradients`` are local shards, in the order of the parameters.
 
-        ``settings`` replace the optimizer's own settings for this step, but their learning rate and norm are ignored.
+        ``settings`` replace the optimizer's own for this step, except for the learning rate and the maximum norm.
         """
         own = self._own_settings
         self._group.update(own if settings is None else {name: getattr(settings, name) for name in own})

@@ -49,7 +49,7 @@ class ShardedParameters:
         """An empty part, for parameters that are on other ranks."""
         self._parameter_of = {stored: name for name, layout in layouts.items() for stored in layout.shapes}
         self._split: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        """The last gathered parameter that is stored as several tensors, and those not yet requested."""
+        """The last gathered parameter that is stored as several tensors, and its tensors not yet requested."""
 
     @property
     def published(self) -> Mapping[str, Layout]:
@@ -67,7 +67,7 @@ class ShardedParameters:
 
     @functools.cached_property
     def _held(self) -> list[dict[str, list[StoredBox]]] | None:
-        """The boxes that each rank sends of trained parameters' stored tensors; None if any tensor must be gathered.
+        """The boxes of trained parameters' stored tensors that each rank sends; None if any tensor must be gathered.
 
         Ranks that hold the same parts take turns, so that a different rank sends each parameter.
         """

@@ -28,9 +28,10 @@ def lost_share(
     gradients: Sequence[torch.Tensor],
     device: torch.device,
 ) -> float | None:
-    """Return which share of the elements with a gradient a step left unchanged, or None if there are none.
+    """Return the share of elements that a step left unchanged, among those whose gradient is not zero.
 
-    Collective over the default group, which communicates from ``device``. Only one rank may pass each shard.
+    Returns None if all gradients are zero. Collective over the default group, which communicates from ``device``. Only
+    one rank may pass each shard.
     """
     counts = torch.zeros(2, dtype=torch.float64, device=device)
     for old, new, gradient in zip(before, after, gradients, strict=True):

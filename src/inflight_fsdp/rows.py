@@ -1,4 +1,4 @@
-"""A micro-batch as the rows that a rank computes: cut into pipeline chunks, and these among context-parallel ranks.
+"""A micro-batch as the rows that a rank computes: cut into pipeline chunks, which context-parallel ranks share.
 
 Shape suffixes: T packed tokens, C tokens that are computed (T without those that repeat a shared prefix), R those of
 this rank, N targets that this rank predicts, H hidden, M tokens that images fill, L layers, K experts of a token in a

@@ -107,7 +107,10 @@ def held_boxes(blocks: Sequence[StoredBlock], sharding: Sharding, rank: int) -> 
 
 
 def _stored_boxes(block: StoredBlock, common: Box, sharding: Sharding, part: Box) -> list[StoredBox] | None:
-    """Return the boxes of a stored tensor that make up ``common``, a box in both the block and a rank's ``part``."""
+    """Return the boxes of a stored tensor that make up ``common``, which lies in both the block and a rank's ``part``.
+
+    Returns None if they cannot be expressed as boxes.
+    """
     found = []
     for piece in _pieces(common, block, sharding):
         inner = _relative(piece, block.box)
@@ -143,7 +146,7 @@ def _pieces(common: Box, block: StoredBlock, sharding: Sharding) -> Iterator[Box
 
 
 def _without_ones(box: Box, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box | None:
-    """Return the same box in a tensor of another shape, or None unless ``shape`` and ``sizes`` differ only in ones."""
+    """Return the same box in a tensor of another shape, or None if the shapes differ in more than dimensions of 1."""
     if [size for size in sizes if size != 1] != [size for size in shape if size != 1]:
         return None
     kept = iter(part for part, size in zip(box, sizes, strict=True) if size != 1)

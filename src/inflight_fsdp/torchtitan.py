@@ -1,7 +1,7 @@
 """`TorchTitanWorker`: one rank of a trainer that uses TorchTitan's models, parallelism and optimizers.
 
-The model consists of TorchTitan's own modules, configured from the config.json of a Hugging Face checkpoint. The
-function of its family parallelizes it, and its state-dict adapter determines the names of the stored tensors.
+The model consists of TorchTitan's own modules, configured from the config.json of a Hugging Face checkpoint. TorchTitan
+has a function for each model family that parallelizes the model, and an adapter that names the stored tensors.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class LogprobHead(Linear):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):  # type: ignore[misc]
-        """Makes TorchTitan build `LogprobHead`: it builds the class in which a configuration is defined."""
+        """Makes TorchTitan build `LogprobHead`, the class in which this configuration is defined."""
 
     targets: HeadTargets | None = None
 
@@ -119,7 +119,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):  # type: ignore[misc]
-        """Makes TorchTitan build `Experts`: it builds the class in which a configuration is defined."""
+        """Makes TorchTitan build `Experts`, the class in which this configuration is defined."""
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Return [R, D]; the tokens must be sorted by expert.
@@ -140,7 +140,7 @@ class Router(TokenChoiceTopKRouter):  # type: ignore[misc]
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):  # type: ignore[misc]
-        """Makes TorchTitan build `Router`: it builds the class in which a configuration is defined."""
+        """Makes TorchTitan build `Router`, the class in which this configuration is defined."""
 
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None

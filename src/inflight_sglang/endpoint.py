@@ -58,9 +58,9 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
     """The SGLang server at ``url``; nothing needs to be installed there.
 
     The first call asks the server how it was started. If it was started incorrectly, that call raises a `ConfigError`
-    that contains the correct command. ``api_key`` is the server's own. ``model_dir`` is this process's path of the
-    checkpoint, if it differs from the server's path: manifests are checked against this checkpoint before anything is
-    sent, and the size of the vocabulary is read from it.
+    that contains the correct command. ``api_key`` is the server's own. ``model_dir`` is the path at which this process
+    finds the checkpoint, if that differs from the server's path: manifests are checked against this checkpoint before
+    anything is sent, and the size of the vocabulary is read from it.
 
     ``updates`` selects where weights are received. ``staged`` updates are received and verified in this process; the
     commit loads them from files that both sides can see. ``native`` updates are received directly by the engine, whose

@@ -15,7 +15,8 @@ from inflight_sglang.endpoint import SglangEndpoint
 from inflight_sglang.flags import Updates
 
 RESERVED_TOKENS = 6
-"""Number of tokens by which SGLang limits prompts below its context length (`TpModelWorker.get_worker_info`)."""
+"""Number of tokens by which SGLang's longest prompts are shorter than its context length, because of
+`TpModelWorker.get_worker_info`."""
 _CPU_ARGUMENTS = (
     "--attention-backend",
     "torch_native",

@@ -88,7 +88,7 @@ async def set_label(routes: EngineRoutes, label: str) -> None:
 async def poison(routes: EngineRoutes, label: str) -> None:
     """End every request, then label the weights as torn, so that no span carries that label; the server stays paused.
 
-    A server that cannot be reached is ignored.
+    Does nothing if the server cannot be reached.
     """
     with contextlib.suppress(InflightError):
         await _pause(routes, "retract")

@@ -1,4 +1,4 @@
-"""The proposer of one vLLM worker, which ``--speculative-config`` names with the method ``custom_class``.
+"""The proposer of drafts in a vLLM worker. ``--speculative-config`` names it, with the method ``custom_class``.
 
 vLLM creates the proposer in the worker and requests drafts from it after every step. The completions that it drafts
 from arrive through ``collective_rpc``, like all other calls from the endpoint to the plug-in: this also works between

@@ -68,9 +68,9 @@ class VllmEndpoint(
     """The vLLM server at ``url``, with inflight's plug-in installed.
 
     The first call asks the server how it was started. If it was started incorrectly, that call raises a `ConfigError`
-    that contains the correct command. ``api_key`` is the server's own. ``model_dir`` is this process's path of the
-    checkpoint, if it differs from the server's path: manifests are checked against this checkpoint before anything is
-    sent, and the size of the vocabulary is read from it.
+    that contains the correct command. ``api_key`` is the server's own. ``model_dir`` is the path at which this process
+    finds the checkpoint, if that differs from the server's path: manifests are checked against this checkpoint before
+    anything is sent, and the size of the vocabulary is read from it.
     """
 
     _release_arguments = flags.RELEASE_ARGUMENTS

@@ -54,9 +54,9 @@ class FourPhaseOptions:
     """Properties of a server, which the query of its URL specifies."""
 
     model_dir: str = ""
-    """This process's path of the checkpoint directory with which the server was started."""
+    """The path at which this process finds the checkpoint directory with which the server was started."""
     directory: str = ""
-    """The directory in which updates are written for the server, which must see it under the same path."""
+    """The directory to which updates are written for the server, which must see it under the same path."""
     max_concurrent: int = 64
     """Largest number of sequences that the server runs at a time."""
     seeds: bool = False

@@ -26,7 +26,7 @@ from inflight_vllm.requests import (
 
 LABEL = "/weight_info"
 _RESUMED_S = 0.05
-"""Seconds between checks whether a server that refuses requests during a pause has resumed."""
+"""Seconds between checks of whether a server that refuses requests during a pause has resumed."""
 
 
 class GeneratingEndpoint(AttachedEndpoint):

@@ -33,7 +33,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class PreparedLoad:
-    """What remains of a load to be done while sampling is paused."""
+    """The part of a load that remains to be done while sampling is paused."""
 
     layers: Sequence[ReadyLayer]
     rest: Named
@@ -86,7 +86,7 @@ class ReloadedModel:
 
     @torch.no_grad()
     def find_layers(self, shapes: Mapping[str, Sequence[int]]) -> TracedLoad:
-        """Return which layers load which tensors, found by the first call.
+        """Return which layers load which tensors; only the first call traces the model.
 
         ``shapes`` are those of all tensors of the checkpoint.
         """

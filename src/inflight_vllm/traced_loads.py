@@ -112,7 +112,7 @@ class TracedLoad:
     computed: Collection[str]
     """Names of the tensors from which the loaders compute something."""
     problem: str | None
-    """The name of a parameter whose loader uses unknown tensors; None if there is none."""
+    """What could not be traced: a parameter whose loader uses unknown tensors, or all weights; None if nothing."""
 
     def repeatable(
         self, tensors: Mapping[str, torch.Tensor], suits: Callable[[TracedLayer], bool]

@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
-    """Return the status of the worker's transfer engine; wait up to ``wait_s`` seconds for work in progress."""
+    """Return the status of the worker's transfer engine after waiting up to ``wait_s`` seconds for work in progress."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if not isinstance(engine, InflightTransferEngine):
         return {"protocol": None, "backend": type(engine).__name__}
@@ -177,7 +177,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     # --------------------------------------------------------------------------------------------------- status
 
     def status(self, wait_s: float) -> dict[str, Any]:
-        """Return the progress of the current work; wait up to ``wait_s`` seconds for it."""
+        """Return the progress of the current work after waiting up to ``wait_s`` seconds for it to end."""
         if wait_s > 0:
             self._work.wait(wait_s)
         return {

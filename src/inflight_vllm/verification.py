@@ -77,7 +77,7 @@ def _num_drafted(ends_B: torch.Tensor) -> torch.Tensor:
 
 
 def _rejects_padding(device: torch.device) -> bool:
-    """Return whether the token -1 is rejected although the last probability of the preceding row is 1."""
+    """Return whether the token -1 is rejected even if the last probability of the preceding row is 1."""
     vocab_size, recovered = 4, 2
     answers_BT = torch.full((2, 2), -1, dtype=torch.int32, device=device)
     rejection_sampler._rejection_random_sample(

@@ -44,7 +44,7 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def capabilities(self) -> Capabilities:
-        """Return this endpoint's capabilities, which never change while it exists."""
+        """Return this endpoint's capabilities, which never change while this object exists."""
 
     @abstractmethod
     async def init_process_group(self, spec: TransportSpec) -> None:
@@ -58,11 +58,11 @@ class InferenceEndpoint(Protocol):
 
     @abstractmethod
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """Accept an update and pause sampling as ``update.in_flight`` specifies; on return no token is being sampled.
+        """Accept an update and, unless it is staged, pause sampling as ``update.in_flight`` specifies.
 
-        If the update is staged, sampling continues instead. Raises `UpdateRefusedError` if the manifest does not fit
-        the model, the version is not newer, the run does not own the group, another update is open, or the drain did
-        not end within ``update.deadline_s`` seconds: the old weights are still served, and nothing may be sent.
+        After such a pause, no token is being sampled on return. Raises `UpdateRefusedError` if the manifest does not
+        fit the model, the version is not newer, the run does not own the group, another update is open, or the drain
+        does not end within ``update.deadline_s`` seconds: the old weights are still served, and nothing may be sent.
         """
 
     @abstractmethod
@@ -135,7 +135,7 @@ class AbortingEndpoint(InferenceEndpoint, Protocol):
 
     @abstractmethod
     async def abort_requests(self, requests: AbortRequests) -> None:
-        """End these requests: each `generate` returns what it has sampled so far.
+        """End these requests: each `generate` call returns what it has sampled so far.
 
         Unfinished completions have the finish reason ``abort``; a completion without tokens has no version span. Ids of
         requests that are not running are ignored. Returns once no further token of these requests will be sampled. If

@@ -108,7 +108,10 @@ class EngineKind(Protocol):
 
     @property
     def runs_in_process(self) -> bool:
-        """Return whether the engine runs in the process that serves it, and can load stored versions there."""
+        """Return whether the engine runs in the process that serves it, and can load the versions that a run stores.
+
+        Runs with ``updates.mode = "pull"`` need such an engine.
+        """
         return False
 
     @property
@@ -127,7 +130,7 @@ class EngineKind(Protocol):
         return "on_gpu" if self.release_arguments else "never"
 
     def drafts_problem(self, provider: DraftProvider) -> str | None:
-        """Return why no server of this kind can draft from ``provider``, or None if servers can."""
+        """Return why no server of this kind can draft from ``provider``, or None if they can."""
         return f"the adapter of {self.name} does not support drafts; omit drafts"
 
     def gpu_use(self, arguments: Sequence[str]) -> GpuUse:

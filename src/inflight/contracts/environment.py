@@ -1,4 +1,4 @@
-"""The Protocols of tasks, environments and their episodes, which users write."""
+"""The Protocols of tasks and environments, which users write, and of their episodes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Task(Protocol):
 
     @abstractmethod
     def score(self, item: TaskItem, completion: str) -> float:
-        """Return the reward of a completion's text. An exception stops the run as a `TaskError`."""
+        """Return the reward of a completion's text. An exception stops the run with a `TaskError`."""
 
 
 class Conversation(Protocol):
@@ -54,7 +54,7 @@ class Conversation(Protocol):
 
     @abstractmethod
     def reward(self, reward: float) -> None:
-        """Give the conversations of this role a reward of their own, different from the rest of the episode."""
+        """Give the conversations of this role a reward of their own, in place of the episode's reward."""
 
 
 class Episode(Protocol):

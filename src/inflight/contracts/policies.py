@@ -29,7 +29,7 @@ class StalenessPolicy(Protocol):
         """
 
     def trainable(self, waiting: Sequence[int], oldest: int, groups_per_step: float) -> Sequence[bool]:
-        """Return, for each waiting group, whether a step may include it; by default all of them.
+        """Return, for each waiting group, whether a step may include it; by default it may include all of them.
 
         Groups are numbered in the order in which they were offered, and ``waiting`` contains the numbers of the waiting
         groups. ``oldest`` is the number of the oldest group that is being sampled or scored, or of the next group to be
@@ -94,7 +94,7 @@ class Scheduler(Protocol):
     def state(self) -> dict[str, Any]:
         """Return the state that a later `restore` needs, as JSON values.
 
-        It contains neither items nor endpoints, because the events that announce them are sent again."""
+        The state contains neither items nor endpoints, because the events that announce them are sent again."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -117,7 +117,7 @@ class LengthPredictor(Protocol):
         """Return the expected length in tokens, or None if there is no basis for a prediction.
 
         ``prompt`` identifies the prompt as in `inflight.contracts.scheduling.Offered`. ``finished`` contains the
-        lengths of the finished completions of its group.
+        lengths of the group's finished completions.
         """
 
 
@@ -135,7 +135,7 @@ class BatchComposer(Protocol):
         """
 
     def accepts(self, group: Group) -> bool:
-        """Return whether a finished group may be trained on; by default True.
+        """Return whether a finished group may be trained on; True by default.
 
         Rejected groups are dropped, and other items are sampled instead.
         """

@@ -74,7 +74,7 @@ class ShardedWeightSource(WeightSource, Protocol):
 
     @abstractmethod
     def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
-        """Yield the boxes that this rank sends of each bucket, in the order of the tensors and then of their boxes.
+        """Yield, for each bucket, the boxes that this rank sends, in the order of the tensors and then of their boxes.
 
         Never communicates, so a failing rank does not block the others. A yielded tensor is in the wire dtype, and may
         be the trainer's own memory. Meanwhile, forward and backward passes may run in another thread;
@@ -151,7 +151,7 @@ class TrainerWorker(WeightSource, Protocol):
     def save(self, path: Path) -> None:
         """Write weights, optimizer, schedule and version atomically; the directory is also a loadable HF checkpoint.
 
-        Raises `CheckpointError` on every rank if it fails; the earlier checkpoint at ``path`` is then still intact.
+        Raises `CheckpointError` on every rank if saving fails; the earlier checkpoint at ``path`` is then still intact.
         """
 
     @abstractmethod
@@ -161,7 +161,7 @@ class TrainerWorker(WeightSource, Protocol):
         If ``optimizer`` is False, only the weights are loaded, as if the worker had been created with them: its version
         is 0, and its optimizer has taken no step; see `AdjustableWorker`.
 
-        If it raises `CheckpointError`, nothing was loaded.
+        If `CheckpointError` is raised, nothing was loaded.
         """
 
 
@@ -194,8 +194,8 @@ class ImageWorker(Protocol):
     def takes_images(self) -> bool:
         """Return whether `TrainerWorker.forward` accepts `MicroBatch.image_tensors`.
 
-        If not, `forward` raises `UnsupportedError` for such batches. Other ranks may receive micro-batches with images
-        while this rank's has none, and vice versa.
+        If not, `forward` raises `UnsupportedError` for batches with images. Other ranks may receive micro-batches with
+        images while this rank's have none, and vice versa.
         """
 
 
@@ -209,7 +209,7 @@ class PrefixSharingWorker(Protocol):
     @property
     @abstractmethod
     def shares_prefixes(self) -> bool:
-        """Return whether `TrainerWorker.forward` computes tokens with equal `MicroBatch.prefix_ids_T` once.
+        """Return whether `TrainerWorker.forward` computes tokens with equal `MicroBatch.prefix_ids_T` only once.
 
         If so, logprobs and gradients equal those of separate segments: the gradient of a shared token is the sum over
         its segments. If not, a run sends no such ids, and ignores shared prefixes when it fills micro-batches.
@@ -251,9 +251,9 @@ class ReplayingWorker(Protocol):
     def replays_routing(self) -> bool:
         """Return whether `TrainerWorker.forward` accepts `MicroBatch.routed_experts_TLK`.
 
-        If not, `forward` raises `UnsupportedError` for such batches. The recorded experts replace those that the
-        model's routers would choose; the current routers still compute their weights. Other ranks may receive
-        micro-batches with a record while this rank's has none, and vice versa.
+        If not, `forward` raises `UnsupportedError` for batches with recorded experts. These replace the experts that
+        the model's routers would choose; the current routers still compute their weights. Other ranks may receive
+        micro-batches with a record while this rank's have none, and vice versa.
         """
 
 
@@ -322,15 +322,15 @@ class WorkerKind(Protocol):
     """
 
     trains_lora: bool = False
-    """Whether workers accept the setting ``lora``, with which they are a `LoraSource`."""
+    """Whether workers accept the setting ``lora``, which makes each of them a `LoraSource`."""
 
     @abstractmethod
     def create(self, settings: Mapping[str, object]) -> TrainerWorker:
         """Return this process's rank; collective over torch's default process group.
 
-        A run sets ``model_path``, ``dtype`` and ``wire_dtype``, ``master_dtype``, ``total_steps``, the fields of
-        `inflight.model.optimizer_settings.OptimizerSettings`, ``device`` and ``lora`` where they are configured, and
-        the options in ``train.trainer_options``. Raises `ConfigError` or `UnsupportedError` on every rank if the
+        A run sets ``model_path``, ``dtype``, ``wire_dtype``, ``master_dtype``, ``total_steps``, the fields of
+        `inflight.model.optimizer_settings.OptimizerSettings`, the options in ``train.trainer_options``, and, if they
+        are configured, ``device`` and ``lora``. Raises `ConfigError` or `UnsupportedError` on every rank if the
         settings or the model cannot be used.
         """
 

@@ -45,15 +45,15 @@ class WeightSender(Protocol):
 
     @abstractmethod
     def begin(self, update: WeightUpdate) -> None:
-        """Prepare to send the buckets of ``update``. Raises `TransferError`."""
+        """Prepare to send the buckets of ``update``. Raises `TransferError` if that fails."""
 
     @abstractmethod
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """Send one bucket; blocks until it has been sent. Raises `TransferError`; the group is then unusable."""
+        """Send one bucket; blocks until it has been sent. If it raises `TransferError`, the group is unusable."""
 
     @abstractmethod
     def end(self, *, is_done: bool) -> None:
-        """End the update. If ``is_done``, no endpoint will read any of its buckets again."""
+        """End the update. ``is_done`` is True if no endpoint will read any of its buckets again."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -78,7 +78,7 @@ class WeightReceiver(Protocol):
 
     @abstractmethod
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        """Return the tensors of the next bucket, in order. Raises `TransferError`; the group is then unusable."""
+        """Return the tensors of the next bucket, in order. If it raises `TransferError`, the group is unusable."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -100,12 +100,12 @@ class ReceivesAhead(Protocol):
 
 @runtime_checkable
 class SendsFromDevice(Protocol):
-    """A `WeightSender` that may send buckets from the device that gathered them, instead of from host memory."""
+    """A `WeightSender` that may send buckets from the device on which they were gathered, not from host memory."""
 
     @property
     @abstractmethod
     def sends_from_device(self) -> bool:
-        """Return whether it sends from the device; both sides then compute checksums on their devices."""
+        """Return whether it sends from that device; both sides then compute checksums on their devices."""
 
 
 @runtime_checkable
@@ -124,7 +124,7 @@ class ReservesMemory(Protocol):
 
 @runtime_checkable
 class Transport(Protocol):
-    """A method of transferring weights, which creates its two ends. Instances hold no state.
+    """A way to transfer weights, which creates the two ends of a transfer. Instances hold no state.
 
     Registered in the entry point group ``inflight.transports``. Creating an instance does not import torch.
     """

@@ -82,14 +82,14 @@ def _model_class(config: Any) -> Any:
 
 
 def _attention_of(config: Any, attention: str) -> str | dict[str, str]:
-    """Return ``attn_implementation``: a vision tower keeps an attention function of transformers."""
+    """Return the value of ``attn_implementation``; a vision tower keeps transformers' own attention."""
     return {"text_config": attention, "vision_config": "sdpa"} if takes_images(config) else attention
 
 
 def check_weights(path: Path) -> None:
     """Check, using only the files' headers, that the weights in a model directory are complete and fit its config.
 
-    Raises a `ConfigError` that names the wrong file or tensor, and the errors of `load_config`.
+    Raises a `ConfigError` that names the wrong file or tensor. Also raises the errors of `load_config`.
     """
     config = load_config(path)
     with torch.device("meta"):
@@ -200,12 +200,12 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
 
 
 def _experts_of(dtype: str | None) -> dict[str, str]:
-    """Return how transformers must compute experts: torch has no grouped matrix products in float64."""
+    """Return options that avoid grouped matrix products of experts in float64, which torch does not support."""
     return {"experts_implementation": "eager"} if dtype == "float64" else {}
 
 
 def _model_of(model: Any, name: str) -> Any:
-    """Return the innermost model that contains the named part: a vision tower fills its own buffers."""
+    """Return the innermost model that contains the named part, because a vision tower fills its own buffers."""
     while name:
         name = name.rpartition(".")[0]
         if hasattr(part := model.get_submodule(name), "_init_weights"):
@@ -251,7 +251,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The file of a tensor, and its shape and dtype in the file's header; None for a dtype that cannot be trained."""
+    """The file of a tensor, and its shape and dtype from the header. ``dtype`` is None if it cannot be trained."""
 
     file: Path
     shape: tuple[int, ...]
@@ -281,7 +281,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 def fitting_tensors(
     path: Path, wanted: Mapping[str, Sequence[int]], *, known: Collection[str] = (), ignored: Sequence[str] = ()
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a directory. Raises `ConfigError` unless it has all ``wanted`` tensors in these shapes.
+    """Return the tensors of a directory. Raises `ConfigError` unless it has all ``wanted`` tensors, with these shapes.
 
     Other tensors are refused unless their name is ``known`` or matches an ``ignored`` pattern.
     """

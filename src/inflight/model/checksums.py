@@ -60,7 +60,9 @@ def checksums_in(path: Path) -> Mapping[str, Sequence[int]]:
 
 
 def check_checkpoint(path: Path, *, only_weights: bool = False) -> None:
-    """Raise `ConfigError` if a file in a directory differs from the checksums that a trainer saved with it, if any.
+    """Raise `ConfigError` if a file in a directory does not match the checksums that a trainer saved there.
+
+    A directory without checksums passes.
 
     With ``only_weights``, files in subdirectories, such as the optimizer's, are not checked.
     """

@@ -41,8 +41,8 @@ class HeadExchange:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return queries, keys and values whose numbers of heads are divisible by the number of ranks.
 
-        The number of query heads already is. If that of key-value heads is not, these are repeated for their query
-        heads.
+        The number of query heads must already be divisible. If the number of key-value heads is not, each of them is
+        repeated for its query heads.
         """
         num_heads, num_kv_heads = query_RAD.shape[1], key_RAD.shape[1]
         if num_kv_heads % self.num_ranks:

@@ -39,7 +39,7 @@ def takes_images(config: Any) -> bool:
 
 
 def check_family(config: Any) -> None:
-    """Raise `UnsupportedError` unless the images of a model of this configuration can be handled."""
+    """Raise `UnsupportedError` unless images can be processed for a model with this configuration."""
     tower = getattr(config.vision_config, "model_type", "")
     if config.model_type not in FAMILIES or tower not in _TOWERS:
         raise UnsupportedError(
@@ -174,7 +174,7 @@ def load_image_processor(path: Path) -> ImageProcessor | None:
 def as_parts(message: Message) -> Message:
     """Return a message with its content as a list of parts, as the chat templates of models with images expect it.
 
-    Raises `InvalidRequestError` for a part that is neither a text nor an image.
+    Raises `InvalidRequestError` for a part that is neither text nor an image.
     """
     content = message.get("content")
     if content is None:
@@ -184,7 +184,7 @@ def as_parts(message: Message) -> Message:
 
 
 def text_of(message: Message) -> str | None:
-    """Return the content of a message without images as one text, for templates that do not support parts."""
+    """Return the content of a message without images as one string, for templates that do not support parts."""
     content = message.get("content")
     return content if isinstance(content, str | None) else "".join(part["text"] for part in content)
 

@@ -28,7 +28,7 @@ def shared_prefixes(rollouts: Sequence[Rollout]) -> tuple[list[int], list[int]]:
 
 
 def prefix_ids(rollouts: Sequence[Rollout]) -> Int64s:
-    """Return `MicroBatch.prefix_ids_T` of rollouts that are packed in this order.
+    """Return `MicroBatch.prefix_ids_T` for rollouts that are packed in this order.
 
     The id of a token is the index of the first packed token with the same prefix.
     """

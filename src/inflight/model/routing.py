@@ -36,7 +36,7 @@ class Routers:
     """The routers of a model, all of the same shape."""
 
     of_layer: tuple[nn.Module | None, ...]
-    """The routers by decoder layer; None for a layer without experts."""
+    """The router of each decoder layer; None for a layer without experts."""
     num_experts: int
     """E."""
     num_chosen: int

@@ -1,4 +1,4 @@
-"""Restrictions on model directories from others: they may neither run their own code nor name files elsewhere."""
+"""Restrictions on untrusted model directories: they may neither run their own code nor name files elsewhere."""
 
 from __future__ import annotations
 
