@@ -155,7 +155,7 @@ def test_levels_of_reasoning_gym_and_own_parameters_become_harder() -> None:
             3,
             "applies to datasets of reasoning-gym, and 'tests.run.tasks:count_letters'",
         ),
-        ("tests.environments.places:three_turns", ({}, {}), "is an environment: leave it out"),
+        ("tests.environments.places:three_turns", ({}, {}), "is an environment: omit task.levels"),
         ("composite", 3, "reasoning-gym has no curriculum for 'composite': list the parameters of each level"),
     ],
 )

@@ -422,7 +422,9 @@ def test_a_run_of_which_no_item_can_be_used_ends_after_thirty_two() -> None:
         assert item is not None
         dispatcher.refuse_item(item, "the prompt is too long", 0.0)
         commands += dispatcher.take_commands()
-    assert commands[-1] == EndRun("none of the first 32 items can be used; the last: the prompt is too long")
+    assert commands[-1] == EndRun(
+        "none of the first 32 items can be used; the reason for the last one: the prompt is too long"
+    )
     assert sum(isinstance(command, DroppedItem) for command in commands) == 32
 
 

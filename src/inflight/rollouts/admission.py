@@ -1,4 +1,4 @@
-"""Admission of groups, based on the number that is outstanding. Token counts include prompts."""
+"""Admits groups according to how many are outstanding. Token counts include prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _NUM_STEPS = 8
 _NUM_AHEAD = 1.5
 """How many steps' worth of groups may wait, or be open in excess of the mean, while sampling keeps up with the trainer.
 
-With 1, simulated trainers wait for up to 4 % of the time; with 2, tokens are half a step older at the same throughput.
+With a value of 1, simulated trainers wait up to 4 % of the time; with 2, tokens are half a step older at the same
+throughput.
 """
 
 
@@ -24,18 +25,18 @@ class Admission:
 
     tokens_per_step: int
     expected_tokens: float
-    """The assumed tokens of a group until four groups have finished."""
+    """The number of tokens that a group is assumed to have until four groups have finished."""
     burst: int = 1
     """Once the pipeline has enough groups, new ones are offered only when there is room for this many."""
     _has_enough: bool = False
     _recent: deque[int] = field(default_factory=lambda: deque(maxlen=64))
     _open_seconds: float = 0.0
-    """The total time, over scored groups, between offer and rewards."""
+    """The time from the offer to the rewards, summed over all scored groups."""
     _steps: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_NUM_STEPS + 1))
     """The time at which each recent step was settled, and ``_open_seconds`` at that time."""
 
     def scored(self, open_s: float) -> None:
-        """Record that a group has its rewards, ``open_s`` seconds after it was offered."""
+        """Record that a group has received its rewards, ``open_s`` seconds after it was offered."""
         self._open_seconds += open_s
 
     def stepped(self, now: float) -> None:
@@ -44,7 +45,7 @@ class Admission:
 
     @property
     def mean_open_groups(self) -> float | None:
-        """The mean number of open groups over the recent steps; None before two steps.
+        """The mean number of open groups over the recent steps; None until two steps have been settled.
 
         By Little's law (1961), this is the number of groups scored per second times the seconds that a group takes:
         with fewer open groups, fewer would be scored.
@@ -54,12 +55,12 @@ class Admission:
         return (self._steps[-1][1] - self._steps[0][1]) / elapsed
 
     def finished(self, num_tokens: int) -> None:
-        """Record the tokens of a finished group; 0 if it is not trained on."""
+        """Record the number of tokens of a finished group; pass 0 if it is not trained on."""
         self._recent.append(num_tokens)
 
     @property
     def tokens_per_group(self) -> float:
-        """The training tokens of an average group, including groups that are not trained on."""
+        """The mean number of training tokens per group; groups that are not trained on count as 0."""
         return self.expected_tokens if len(self._recent) < 4 else max(1.0, statistics.fmean(self._recent))
 
     @property
@@ -74,7 +75,8 @@ class Admission:
     def in_phase(self, num_waiting_tokens: int, num_running: int, num_steps: int, surplus: float) -> bool:
         """Return whether a conventional phase may offer another group.
 
-        It may until running and finished groups together have ``surplus`` times the tokens that the phase needs.
+        The phase may do so until the running and finished groups together have ``surplus`` times the tokens that it
+        needs.
         """
         num_tokens = num_waiting_tokens + num_running * self.tokens_per_group
         return num_tokens < surplus * num_steps * self.tokens_per_step
@@ -94,8 +96,8 @@ class Admission:
         """Return whether the pipeline may offer another group.
 
         The number of groups that are offered and not yet trained on stays within the lag bound. If generation is faster
-        than training, that bound alone would let every token reach the largest lag. Therefore, if the trainer did not
-        have to wait for its last step, the waiting groups and the open groups in excess of their mean number are
+        than training, that bound alone would let every token reach the maximum lag. Therefore, if the trainer did not
+        have to wait for its last step, the number of waiting groups plus the number of open groups above its mean is
         limited to ``surplus`` times `_NUM_AHEAD` steps, or, with bursts, to ``burst`` + 1 groups if that is more. After
         the limit has been reached, nothing is offered until there is room for ``burst`` groups. If the trainer had to
         wait, nothing is offered while a whole step is ready.

@@ -13,7 +13,7 @@ from inflight.wire import MAX_REWARD
 AdvantageEstimator = Literal[
     "mean", "leave_one_out", "std", "population_std", "leave_one_out_std", "batch_std", "opo", "maxrl", "zero"
 ]
-"""Estimators, where R is the reward, and mean and std are those of its group:
+"""Estimators of advantages, where R is a reward, and mean and std are taken over the rewards of its group:
 
 ``mean`` R - mean (Dr. GRPO, arXiv 2503.20783) ``leave_one_out`` R - mean of the others (RLOO, arXiv 2402.14740;
 PipelineRL) ``std`` (R - mean) / (std + 1e-4) (GRPO, arXiv 2402.03300) ``population_std`` the same with the divisor G
@@ -24,8 +24,10 @@ mean, 0 if the mean is not above 0 (MaxRL, arXiv 2602.02710) ``zero`` 0: rewards
 """
 
 _STD_EPS = 1e-4
-"""The value in TRL and PipelineRL; verl uses 1e-6. It changes advantages by a few 1e-4 at most if rewards are about
-1."""
+"""The value in TRL and PipelineRL; verl uses 1e-6.
+
+If rewards are about 1, it changes advantages by at most a few 1e-4.
+"""
 
 
 def batch_advantages(
@@ -35,9 +37,10 @@ def batch_advantages(
 ) -> list[list[float]]:
     """Return one advantage per completion of each group of an optimizer step.
 
-    ``opo`` needs ``lengths``, the tokens of each completion. A group of one completion, or of equal rewards, receives
-    exact zeros. Standard deviations are those of a sample (divisor n - 1) unless the name says otherwise. Raises
-    `TaskError` if a reward is not finite, `InvalidRequestError` if lengths are missing.
+    ``opo`` needs ``lengths``, the number of tokens in each completion. In a group with only one completion, or with
+    equal rewards, all advantages are exactly 0. Standard deviations are sample standard deviations (divisor n - 1),
+    except for ``population_std``. Raises `TaskError` if a reward is not finite, `InvalidRequestError` if lengths are
+    missing.
     """
     if estimator == "batch_std":
         centred = [group_advantages(rewards, "mean") for rewards in groups]

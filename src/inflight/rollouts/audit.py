@@ -1,8 +1,8 @@
 """Whether training favours completions by length or reward: compares trained completions with omitted ones. No I/O.
 
-Which finished completions a step trains on should be independent of their length and reward. If slow completions are
-discarded, long and hard prompts are never trained on (tinker-cookbook #822), and a model learns to be brief although no
-reward asks for it.
+Whether a step trains on a finished completion should not depend on the completion's length or reward. If slow
+completions are discarded, long and hard prompts are never trained on (tinker-cookbook #822), and a model learns to be
+brief although no reward asks for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BiasComparison:
     distance: float
     """Kolmogorov-Smirnov statistic: the maximum difference between the two distribution functions."""
     p: float
-    """Probability of a statistic at least this large if both have the same distribution."""
+    """The probability of a statistic at least this large if both samples have the same distribution."""
     median_trained: float
     median_left_out: float
 
@@ -42,11 +42,11 @@ class _Samples:
 
 
 class BiasAudit:
-    """Compares, after every ``window`` settled groups, the trained completions among them with the omitted ones.
+    """After every ``window`` settled groups, compares the trained completions of these groups with the omitted ones.
 
-    Completions of one prompt are alike, so a group counts once on each side, by its first completion there: an unbiased
-    choice is independent of the length of that completion. The omitted ones are compared with the trained ones, not
-    with all finished ones, because the test requires independent samples.
+    Completions of one prompt resemble each other, so only the first trained completion and the first omitted one of
+    each group count; an unbiased choice does not depend on their lengths. Omitted completions are compared with trained
+    ones, not with all finished ones, because the test requires independent samples.
 
     ``false_alarm`` bounds the probability that an unbiased choice raises the alarm in one window for one quantity.
     """
@@ -59,14 +59,15 @@ class BiasAudit:
         self._num_left_out = 0
         self._last: dict[str, float] = {}
         self.num_alarms = 0
-        """Number of windows in which something differed, since the start of the process."""
+        """The number of windows with a significant difference since the process started."""
 
     def settled(
         self, lengths: Sequence[int], is_trained: Sequence[bool], rewards: Sequence[float] | None = None
     ) -> dict[str, BiasComparison]:
-        """Record a group and its completions; return what differs significantly, once a window is complete.
+        """Record a settled group; if it completes a window, return the quantities that differ significantly.
 
-        ``rewards`` is None if the group was abandoned before it was scored; ``lengths`` are then those so far.
+        ``rewards`` is None if the group was abandoned before it was scored; in that case ``lengths`` are the lengths
+        reached so far.
         """
         for name, values in (("length", lengths), ("reward", rewards)):
             samples = self._samples[name]

@@ -21,10 +21,11 @@ def load_composer(name: str, params: Mapping[str, Any], tokens_per_step: int) ->
 
 
 class WaitingGroups:
-    """Finished groups in the order of `add`, until a composer puts them into a step or all their tokens are too old.
+    """Holds finished groups, oldest first, until a composer puts them into a step or all their tokens are too old.
 
-    Tokens are counted for the step that `advance` names: tokens that ``staleness`` masks do not count, and neither does
-    the prompt of a completion whose tokens are all masked. ``count`` replaces this rule.
+    Tokens are counted for the step that starts from the version last passed to `advance`: tokens that ``staleness``
+    masks do not count, and neither does the prompt of a completion whose tokens are all masked. Another ``count``
+    replaces this rule.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class WaitingGroups:
         """For each waiting group, how many of its tokens can be trained on."""
         self._num_tokens = 0
         self._composed: tuple[tuple[int, float], Sequence[int]] | None = None
-        """The last result, with its ``oldest`` and ``groups_per_step``; None if groups have changed since."""
+        """The composer's last choice, with its ``oldest`` and ``groups_per_step``; None if groups have changed since
+        then.
+        """
 
     @property
     def num_tokens(self) -> int:
@@ -55,9 +58,9 @@ class WaitingGroups:
         return len(self._waiting)
 
     def advance(self, version: int) -> list[Group]:
-        """From now on, count tokens for a step that starts from ``version``.
+        """Count tokens for a step that starts from ``version`` from now on.
 
-        Removes and returns the groups, oldest first, that have no token left to train on.
+        Removes the groups that have no tokens left to train on, and returns them, oldest first.
         """
         self._version = version
         return [group for group in self.take_all() if not self.add(group)]
@@ -73,9 +76,9 @@ class WaitingGroups:
         return num_tokens > 0
 
     def ready(self, oldest: int = 0, groups_per_step: float = 1.0) -> bool:
-        """Return whether the composer can make a step of the waiting groups that the staleness policy allows.
+        """Return whether the composer can form a step from those waiting groups that the staleness policy allows.
 
-        ``oldest`` and ``groups_per_step`` have the same meaning as for `StalenessPolicy.trainable`.
+        ``oldest`` and ``groups_per_step`` have the same meaning as in `StalenessPolicy.trainable`.
         """
         return len(self._compose(oldest, groups_per_step)) > 0
 
@@ -101,7 +104,7 @@ class WaitingGroups:
         return groups
 
     def _compose(self, oldest: int, groups_per_step: float) -> Sequence[int]:
-        """Return the composer's choice; the composer is called again only after a change."""
+        """Return the composer's choice; the composer is called again only if groups or arguments have changed."""
         asked = oldest, groups_per_step
         if self._composed is None or self._composed[0] != asked:
             self._composed = asked, self._chosen(*asked)
@@ -126,7 +129,7 @@ class WaitingGroups:
 
 
 def split_evenly(groups: Sequence[Group], num_parts: int) -> list[list[Group]]:
-    """Return the groups, in order, as ``num_parts`` parts of about equal tokens; as fewer parts if groups are few."""
+    """Split groups, in order, into ``num_parts`` parts of about equally many tokens; few groups form fewer parts."""
     total = sum(group.num_tokens for group in groups)
     parts: list[list[Group]] = [[] for _ in range(num_parts)]
     before = 0

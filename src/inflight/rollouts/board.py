@@ -57,7 +57,7 @@ class OpenItem:
     started_s: list[float]
     """When each completion was last issued."""
     serial: int = 0
-    """Its position in the order of offers."""
+    """The item's position in the order of offers."""
     unissued: tuple[int, ...] = field(init=False)
     """The completions that are neither running nor finished."""
     running: tuple[int, ...] = field(init=False)
@@ -82,7 +82,10 @@ class OpenItem:
 
 @dataclass(slots=True)
 class Board:
-    """Tracks endpoints and items. A scheduler passes it every event and decision, and reads it to decide."""
+    """Tracks endpoints and items.
+
+    A scheduler passes every event and decision to its board, and bases its decisions on the board.
+    """
 
     endpoints: dict[str, EndpointLoad] = field(default_factory=dict)
     items: dict[int, OpenItem] = field(default_factory=dict)
@@ -176,13 +179,13 @@ class Board:
         return statistics.median(self.recent_lengths) if self.recent_lengths else otherwise
 
     def estimated_tokens(self, item: OpenItem, completion: int, time_s: float) -> float:
-        """Return an estimate of the tokens of a running completion, from the pace of those that have finished."""
+        """Return the estimated number of tokens of a running completion, based on the pace of finished ones."""
         if self.token_s is None:
             return item.num_tokens[completion]
         return item.num_tokens[completion] + (time_s - item.started_s[completion]) / self.token_s
 
     def least_loaded(self, num_completions: int) -> EndpointLoad | None:
-        """Return the least loaded endpoint that has this many free slots; None if there is none."""
+        """Return the least loaded endpoint with at least ``num_completions`` free slots; None if there is none."""
         best, least = None, 0.0
         for endpoint in self.endpoints.values():
             if endpoint.is_open and endpoint.capacity - endpoint.num_running >= num_completions:

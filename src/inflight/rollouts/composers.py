@@ -15,7 +15,7 @@ from inflight.types import Group, Sample
 
 @dataclass(frozen=True)
 class TokenBudget(BatchComposer):
-    """Composes each step from the oldest groups, as many as are needed to reach ``tokens_per_step``."""
+    """Composes each step from as many of the oldest groups as are needed to reach ``tokens_per_step``."""
 
     tokens_per_step: int
 
@@ -33,9 +33,9 @@ class ConstantTokens(BatchComposer):
     """Makes every step train on exactly ``budget`` completion tokens (C3PO of Ring-lite, arXiv 2506.14731).
 
     Groups are taken, oldest first, until they have enough tokens. The completion that crosses the budget is truncated
-    there, and the rest of it is never trained on; advantages are computed from whole completions. Use it with a loss
-    whose denominator is `inflight.losses.Budget` of the same number. If ``budget`` is None, it is half of
-    ``tokens_per_step``, which leaves the other half for prompts.
+    there, and the rest of it is never trained on; advantages are computed from whole completions. Use this composer
+    with a loss whose denominator is an `inflight.losses.Budget` of the same number. If ``budget`` is None, it is half
+    of ``tokens_per_step``, which leaves the other half for prompts.
     """
 
     tokens_per_step: int
@@ -65,8 +65,8 @@ class ShuffledPairs(BatchComposer):
     """Trains on the pairs with the largest contrast of advantages, drawn in rounds (Shuffle-R1, arXiv 2508.05612).
 
     Within each group, the largest advantage is paired with the smallest, and so on, and a share ``keep`` of these pairs
-    is kept. Then ``num_rounds`` rounds draw as many completions as there were, so a completion may be trained on
-    several times. The groups of a step are chosen as by `TokenBudget`. Draws depend only on ``seed`` and the step.
+    is kept. Then as many completions as the groups had are drawn in ``num_rounds`` rounds, so a completion may be
+    trained on several times. `TokenBudget` chooses the groups of a step. Draws depend only on ``seed`` and the step.
     """
 
     tokens_per_step: int
@@ -95,8 +95,8 @@ class ShuffledPairs(BatchComposer):
 class SolvableOnly(BatchComposer):
     """Drops groups whose share of rewards above ``success`` is not between ``low`` and ``high`` (DAPO, 2503.14476).
 
-    By default, these are groups whose rewards are all right or all wrong. The run samples other prompts instead. The
-    remaining groups are composed as by `TokenBudget`.
+    By default, these are the groups in which every completion succeeds or every completion fails. The run samples other
+    prompts instead. `TokenBudget` composes steps from the remaining groups.
     """
 
     tokens_per_step: int

@@ -19,9 +19,9 @@ Credit = Literal["episode", "turn", "return", "critic"]
 ``episode``  the reward of its episode, the same for all tokens (GRPO)
 ``turn``     that, plus the reward of its turn, compared with the same turn of the other episodes (MT-GRPO,
              arXiv 2505.11821, with both terms at weight 1)
-``return``   the discounted sum of the rewards from its turn on, in which the episode's reward counts with the last
-             turn; compared with the same turn of the other episodes
-``critic``   that sum, or the next reward and the next value, minus the value that a critic of turns gives its context
+``return``   the discounted sum of the rewards from its turn on; the episode's reward counts towards the last
+             turn, and sums are compared at the same turn of the episodes
+``critic``   that sum, or the next reward and the next value, minus the value that a critic assigns to its context
              (ArCHer, arXiv 2402.19446); episodes are not compared, and no estimator is used
 """
 
@@ -33,7 +33,7 @@ class _RoleEpisode:
     reward: float
     rollouts: list[int] = field(default_factory=list)
     turns: list[tuple[int, Turn]] = field(default_factory=list)
-    """All turns in order, each with its rollout."""
+    """All turns in order, each with the index of its rollout."""
     num_tokens: int = 0
 
 
@@ -64,7 +64,7 @@ def token_advantages(
 
 
 def teaches(group: Group, credit: Credit = "episode") -> bool:
-    """Return whether rewards that are compared with each other differ; with a critic, always True."""
+    """Return whether any rewards that are compared with each other differ; always True with a critic."""
     if credit == "critic":
         return True
     own = [[(e.reward, *_turn_rewards(e, credit)) for e in episodes] for episodes in _compared(group)]
@@ -128,7 +128,10 @@ def _returns(episode: _RoleEpisode, discount: float) -> list[float | None]:
 def _relative(
     values: Sequence[Sequence[Sequence[float | None]]], estimator: AdvantageEstimator
 ) -> list[list[list[float]]]:
-    """Return the advantage of each value over the others at the same turn; 0 for None, which is not compared."""
+    """Return the advantage of each value over the others at the same turn.
+
+    A value of None is not compared and has the advantage 0.
+    """
     table = [[[0.0] * len(of_turns) for of_turns in episodes] for episodes in values]
     for turn in range(max((len(of_turns) for episodes in values for of_turns in episodes), default=0)):
         having = [

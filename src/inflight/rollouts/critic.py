@@ -1,8 +1,8 @@
 """A small critic of turns, which estimates the value of a conversation before each turn of the model.
 
 ArCHer (arXiv 2402.19446) learns values of whole utterances and gives all tokens of an utterance its advantage. Its
-critic is a language model; this one is linear, with features for the tokens and pairs of tokens in the last part of the
-context and for the number of the turn.
+critic is a language model; this one is linear: its features are the tokens and pairs of tokens at the end of the
+context, and the number of the turn.
 """
 
 from __future__ import annotations
@@ -90,7 +90,10 @@ def _rewards(rollout: Rollout) -> list[float]:
 
 
 def _features(rollout: Rollout, number: int) -> list[int]:
-    """Return the indices of the weights whose sum is a turn's value, for its number and for the end of its context."""
+    """Return the indices of the weights whose sum is the value of a turn.
+
+    They depend on the number of the turn and on the end of its context.
+    """
     start = turns_of(rollout)[number].start
     said = rollout.completion_token_ids[max(0, start - _NUM_TOKENS) : start]
     context = [*rollout.prompt_token_ids[-_NUM_TOKENS:], *said][-_NUM_TOKENS:]

@@ -17,7 +17,9 @@ FIRST_EVALUATION_ITEM = 1_000_000_000
 NUM_GROUPS = 16
 """Number of groups of one level whose mean reward decides whether the level changes."""
 RAISING_REWARD, LOWERING_REWARD = 0.75, 0.2
-"""With groups of 8 and rewards of 0 and 1, at least 80 % of the groups between these means have different rewards."""
+"""If the mean lies between these values, and groups of 8 have rewards of 0 and 1, rewards differ in at least 80 % of
+them.
+"""
 
 
 class Curriculum(Task):
@@ -30,11 +32,11 @@ class Curriculum(Task):
     def __init__(self, levels: Sequence[Task]) -> None:
         self.levels = tuple(levels)
         self._first_items = [0]
-        """The first item of each run of items of one level; ``_stretches`` holds the levels."""
+        """The first item of each stretch of items with the same level; ``_stretches`` holds these levels."""
         self._stretches = [0]
         self._next_item = 0
         self._rewards: list[float] = []
-        """Mean rewards of the groups of the current level."""
+        """The mean rewards of the latest groups of the current level."""
 
     @property
     def name(self) -> str:

@@ -1,13 +1,13 @@
 """The dispatcher: decides which item is offered, sent, continued, scored, trained on or dropped, and when. No I/O.
 
-A driver reports what happens, with the time, and carries out the commands that follow:
+A driver reports what happens and when, and carries out the resulting commands:
 
     next_item, offer -> SendRequest -> request_ended -> ScoreGroup -> group_scored -> FinishedGroup
                                                                                           |
     settle <- ComposedStep, from the groups that wait <----- want_step, begin_phase ------+
 
-The live run sends the requests to endpoints; a simulation turns them into simulated time. All decisions are made here
-and in the policies, so that both make the same ones.
+The live run sends the requests to endpoints; a simulation computes when they would end. All decisions are made here and
+in the policies, so that both make the same decisions.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ _NUM_REFUSED = 32
 class Dispatcher:
     """Makes the decisions of one run. Every method takes the time ``now``, which never decreases.
 
-    After each call, the driver carries out what `take_commands` returns. While `has_news`, it also offers the items
-    that `next_item` returns and calls `decide`, until neither returns anything.
+    After each call, the driver carries out what `take_commands` returns. While `has_news` is True, the driver also
+    offers the items that `next_item` returns and calls `decide`, until `next_item` returns None and `decide` returns
+    False.
     """
 
     def __init__(
@@ -77,8 +78,8 @@ class Dispatcher:
         """``is_one_request``: whether completions of an item that are issued together are sent in one request.
 
         ``knows_versions``: whether requests begin with the version that was published last; if not, groups that seem
-        too old are not stopped. ``is_enough`` returns whether a group can be scored. ``request_prefix`` begins the ids
-        of requests, which must differ from those of other runs on the same endpoint.
+        too old are not stopped. ``is_enough`` returns whether a group can be scored. Request ids begin with
+        ``request_prefix``, and must differ from those of other runs on the same endpoint.
         """
         self.scheduler = scheduler
         self.history = history
@@ -95,9 +96,9 @@ class Dispatcher:
         self._request_prefix = request_prefix
         self._stops_stale = knows_versions and type(staleness).can_train is not StalenessPolicy.can_train
         self._saved: dict[int, Sequence[SampledTokens | None]] = {}
-        """Completions of an earlier process's unfinished groups that have not been offered again yet, by item."""
+        """By item, completions of groups that an earlier process did not finish, until they are offered again."""
         self._failed_requests: Counter[int] = Counter()
-        """By item, for items that are not settled yet."""
+        """The number of failed requests of each item that has not been settled yet."""
         self._counts: Counter[str] = Counter()
         """Number of items that were offered, have finished, or were unusable."""
 
@@ -131,7 +132,7 @@ class Dispatcher:
     def restore(self, state: Mapping[str, Any], from_json: Callable[[Any], SampledTokens]) -> None:
         """Continue from a state that `state` returned; missing parts start from scratch.
 
-        The constructor receives the ledger. Raises `CheckpointError`.
+        The ledger is not restored: pass it to the constructor. Raises `CheckpointError`.
         """
         try:
             self._saved = {
@@ -150,7 +151,9 @@ class Dispatcher:
 
     @property
     def oldest(self) -> int:
-        """Position, in the order of offers, of the oldest group being sampled or scored, or else of the next group."""
+        """Position, in the order of offers, of the oldest group being sampled or scored; if there is none, of the next
+        one.
+        """
         first = next(iter(self.open.values()), None)
         return self._counts["offered"] + 1 if first is None else first.serial
 
@@ -179,7 +182,9 @@ class Dispatcher:
         self._drop_item(item, reason, why, now)
         self._counts["unusable"] += 1
         if self._counts["finished"] == 0 and (num := self._counts["unusable"]) >= _NUM_REFUSED:
-            self._outbox.command(EndRun(f"none of the first {num} items can be used; the last: {why}"))
+            self._outbox.command(
+                EndRun(f"none of the first {num} items can be used; the reason for the last one: {why}")
+            )
 
     def return_item(self, item: int, now: float) -> None:
         """Return an item to the ledger, which issues it again: its group could not be offered or scored."""
@@ -211,7 +216,7 @@ class Dispatcher:
     # ---------------------------------------------------------------------------------------------------- requests
 
     def decide(self, now: float) -> bool:
-        """Ask the scheduler once; return whether it has decided anything."""
+        """Ask the scheduler for decisions once; return whether it made any."""
         decisions = self.scheduler.decide(now)
         aborted: list[SendRequest] = []
         for decision in decisions:
@@ -284,10 +289,12 @@ class Dispatcher:
     def request_ended(
         self, request: SendRequest, sampled: Sequence[SampledTokens], now: float, failure: Failure | None = None
     ) -> None:
-        """Record that a request has ended with these sampled tokens of each of its completions; none if it failed.
+        """Record the end of a request.
 
-        Unfinished completions may be issued again. An item without any tokens returns to the ledger; an item that is at
-        fault, or fails repeatedly, is dropped.
+        ``sampled`` has the tokens of each completion, and is empty if the request failed.
+
+        Unfinished completions may be issued again. An item without any tokens returns to the ledger; an item that
+        caused the failure, or whose requests fail repeatedly, is dropped.
         """
         self._outbox.has_news = True
         slots = self.endpoints.release(request, now)
@@ -364,7 +371,7 @@ class Dispatcher:
         self.endpoints.withdraw([*group.requests.values()], keeps_partials=False)
 
     def group_scored(self, item: int, scored: ScoredGroup, now: float) -> None:
-        """Record the rewards of a group; if it has no rollouts left, its item is dropped."""
+        """Record the rewards of a group; the item of a group that has no rollouts left is dropped."""
         if not scored.rollouts:
             self.refuse_item(item, "; ".join(what for _, what in scored.failures[:1]), now, "failed episodes")
             return
@@ -402,10 +409,11 @@ class Dispatcher:
         self.steps.compose_if_ready(self.oldest, now)
 
     def _stop_stale(self, now: float) -> None:
-        """Stop the unfinished groups of which no completion can be trained on, by the version of its first token.
+        """Stop the unfinished groups in which every completion began with a version that is too old to be trained on.
 
-        If a completion began after its request was sent, its first version is known only when the request ends. A group
-        that turns out to be young enough is continued if its endpoint keeps the tokens of aborted requests.
+        A completion may begin long after its request was sent; the version of its first token is then known only when
+        the request ends. A group that turns out to be young enough is continued if its endpoint keeps the tokens of
+        aborted requests.
         """
         stale = [
             group

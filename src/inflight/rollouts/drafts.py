@@ -1,12 +1,12 @@
 """Drafts of completions from other completions of the same prompt.
 
-The completions of a prompt are searched like a suffix trie: find the longest suffix of the tokens sampled so far that
-occurs in one of them, then follow, token by token, the most frequent continuation. Nodes are not stored. An index of
-short suffixes finds the places in the texts where a suffix ends, and the nodes below it are counted during the walk, so
-memory grows with the number of tokens, not with the depth.
+The completions of a prompt are searched as in a suffix trie: the search finds the longest suffix of the tokens sampled
+so far that occurs in one of the completions, and then follows the most frequent continuation, token by token. The nodes
+of the trie are not stored. An index of short suffixes yields the places in the texts where a suffix ends, and the nodes
+below it are counted during the walk, so memory grows with the number of tokens, not with the depth of the trie.
 
-Algorithm and constants are those of RhymeRL's HistoSpec (arXiv:2508.18588, section 4; its code in verl-recipe's
-``specRL/histoSpec``). The weighting by reward is described only in the paper.
+The algorithm and its constants are those of RhymeRL's HistoSpec (arXiv:2508.18588, section 4; code in
+``specRL/histoSpec`` of verl-recipe). The weighting by reward is described only in the paper.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ PROMPT_TAIL = 5
 LEAST_PROBABILITY = 0.1
 """A draft ends before the token that would bring its estimated probability below this value."""
 SMALLEST_WINDOW, LARGEST_WINDOW = 2, 16
-"""Maximum number of tokens of one draft: doubled when a whole draft was accepted, otherwise halved."""
+"""Bounds of a draft's maximum length in tokens, which doubles when a whole draft was accepted; otherwise it is halved.
+"""
 
 _MAX_PROMPTS = 1 << 16
 _MAX_BYTES = 1 << 30
@@ -33,9 +34,9 @@ _TOKEN_BYTES = 400
 _MAX_FINISHED = 64
 """Maximum number of finished siblings of one prompt; beyond this, the older half is dropped."""
 _MAX_PLACES = 256
-"""Maximum number of places kept for one suffix: texts that repeat a few tokens have very many."""
+"""Maximum number of places kept for one suffix; suffixes of repetitive texts have very many."""
 _LEAST_WEIGHT = 1e-3
-"""The weight of a text whose reward would make it zero or negative."""
+"""The weight of a text whose reward would make the weight zero or negative."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +82,7 @@ class _Texts:
                 places.append((text, end))
 
     def continuation(self, text: _Text, limit: int) -> list[int]:
-        """Return up to ``limit`` tokens that may follow a text, from what followed its longest suffix elsewhere."""
+        """Return up to ``limit`` tokens that may follow a text, based on what follows its longest suffix elsewhere."""
         tail = text.token_ids[-LONGEST_SUFFIX:]
         longest, found = 0, list[_Place]()
         for other, end in self.places.get(tuple(tail[-SHORTEST_SUFFIX:]), ()):
@@ -99,7 +100,7 @@ class _Texts:
 
 
 def _walk(places: list[_Place], limit: int) -> list[int]:
-    """Return the tokens that follow these places: at each step the heaviest one, while it is likely enough."""
+    """Return the tokens with the largest weights after these places, until they become too improbable."""
     walked: list[int] = []
     probability = 1.0
     while places and len(walked) < limit:
@@ -137,7 +138,7 @@ class DraftWindow:
 
 
 class DraftSource:
-    """The texts from which the completions of one engine are drafted, by prompt. Belongs to one thread.
+    """The texts from which the completions of one engine are drafted, by prompt. Use it in one thread only.
 
     ``reward_weight`` is lambda in 1 + lambda * reward, the weight of a recorded completion. Beyond ``max_prompts`` or
     ``max_bytes``, the least recently used prompts are dropped.
@@ -157,7 +158,7 @@ class DraftSource:
         self._max_prompts = max_prompts
         self._max_bytes = max_bytes
         self._prompts: dict[tuple[int, ...], _Texts] = {}
-        """The most recently used one comes last."""
+        """The most recently used prompt comes last."""
         self.size_bytes = 0
         """Estimated memory of the finished texts."""
 
@@ -177,9 +178,9 @@ class DraftSource:
             self._replace(prompt, self._used(prompt) or self._added(prompt), recorded)
 
     def drafter(self, prompt_token_ids: tuple[int, ...], continued: Sequence[int] = ()) -> Drafter:
-        """Return the drafter of a completion whose tokens ``continued`` were sampled before.
+        """Return the drafter of a completion; if it continues, ``continued`` are the tokens sampled before.
 
-        Call `Drafter.finish` when it has ended, so that siblings can use it.
+        Call `Drafter.finish` when the completion has ended, so that siblings can be drafted from it.
         """
         texts = self._used(prompt_token_ids)
         if texts is None and self.takes_siblings:
@@ -223,7 +224,7 @@ class DraftSource:
 
 
 class Drafter:
-    """Drafts of one completion, which learns every token that was sampled."""
+    """Drafts the tokens of one completion, and learns every token that was sampled."""
 
     def __init__(
         self, source: DraftSource, prompt_token_ids: tuple[int, ...], texts: _Texts | None, continued: Sequence[int]
@@ -255,7 +256,7 @@ class Drafter:
                 self._texts.index(self._text, len(self._text.token_ids) - 1)
 
     def finish(self) -> None:
-        """End the completion, which stays a draft for its siblings. Idempotent."""
+        """End the completion; its siblings can still be drafted from it. Idempotent."""
         texts, self._texts = self._texts, None
         if texts is not None and self._source.takes_siblings:
             self._source.add_finished(self._prompt_token_ids, texts, self._text)

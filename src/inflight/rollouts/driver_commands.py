@@ -13,7 +13,7 @@ from inflight.types import Group, Rollout
 
 
 class SampledTokens(Protocol):
-    """The sampled tokens of one completion or episode: the properties that a dispatcher uses."""
+    """The properties of the sampled tokens of one completion or episode that a dispatcher uses."""
 
     @property
     @abstractmethod
@@ -28,21 +28,21 @@ class SampledTokens(Protocol):
     @property
     @abstractmethod
     def is_whole(self) -> bool:
-        """Return whether it ended normally; if not, it was aborted and may be continued."""
+        """Return whether the completion or episode ended normally; otherwise it was aborted and may be continued."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The outcome of scoring a group. Failed episodes are omitted; there may be none left."""
+    """The outcome of scoring a group. Failed episodes are omitted, so ``rollouts`` may be empty."""
 
     rollouts: Sequence[Rollout]
     lengths: tuple[int, ...]
-    """The sampled tokens of each completion or episode."""
+    """The number of sampled tokens in each completion or episode."""
     rewards: tuple[float, ...]
     completions: Sequence[Sequence[int]] = ()
     """Token ids that later completions of the same prompt may be drafted from."""
     failures: Sequence[tuple[str, str]] = ()
-    """The failed episodes: a kind to count by, and a description."""
+    """For each failed episode, the kind under which it is counted, and a description."""
     num_rewritten: int = 0
     """Number of conversations that continued from a different rendering of their history."""
 
@@ -66,12 +66,15 @@ class SendRequest:
     numbers: tuple[int, ...]
     endpoint: str
     partial: SampledTokens | None = None
-    """The existing tokens of the only completion; the request continues it."""
+    """If the request continues a completion, which is then its only one, the tokens sampled so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequests:
-    """End running requests of one endpoint. With ``keeps_partials`` each returns what it has sampled so far."""
+    """End running requests of one endpoint.
+
+    With ``keeps_partials``, each request returns what it has sampled so far.
+    """
 
     endpoint: str
     request_ids: tuple[str, ...]
@@ -99,7 +102,7 @@ class FinishedGroup:
 
 @dataclass(frozen=True, slots=True)
 class DroppedGroup:
-    """A finished group will not be trained on: ``equal rewards``, ``filtered`` or ``stale``, as the ledger counts."""
+    """A finished group will not be trained on. The ledger counts it as ``equal rewards``, ``filtered`` or ``stale``."""
 
     group: Group
     reason: str
@@ -111,7 +114,7 @@ class DroppedItem:
 
     item: int
     reason: str
-    """``unusable``, ``failed``, ``failed episodes`` or ``stale``, as the ledger counts it."""
+    """What the ledger counts the item as: ``unusable``, ``failed``, ``failed episodes`` or ``stale``."""
     what_happened: str
     lengths: tuple[int, ...] = ()
     """Number of tokens of each of its completions; empty unless known for all of them."""

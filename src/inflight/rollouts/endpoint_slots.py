@@ -12,7 +12,7 @@ from inflight.rollouts.slots import SlotAccount
 
 @dataclass(slots=True, eq=False)
 class EndpointSlots:
-    """One endpoint, the completions that it may run at a time, and the version that was last published to it."""
+    """One endpoint, how many completions it may run at a time, and the version that was last published to it."""
 
     name: str
     capacity: int
@@ -26,7 +26,7 @@ class EndpointSlots:
     num_held: int = 0
     """Number of completions of these requests."""
     withdrawn: set[str] = field(default_factory=set)
-    """The requests that are being stopped, and whose slots the scheduler counts as free."""
+    """The requests that are being stopped and whose slots the scheduler counts as free."""
 
     @property
     def takes_work(self) -> bool:
@@ -47,7 +47,7 @@ class EndpointPool:
     """All endpoints by name.
 
     A completion holds its slot until the end of its request is reported, but a scheduler may issue another one in its
-    place as soon as the request is withdrawn; that one may wait in the engine.
+    place as soon as the request is withdrawn; the new completion may have to wait in the engine.
     """
 
     outbox: Outbox
@@ -73,7 +73,10 @@ class EndpointPool:
         self._note(self.slots[name], now)
 
     def serve(self, names: Collection[str], version: int, now: float) -> None:
-        """Give work to these endpoints, and to no others. ``version`` was published to them; 0 if it is unknown."""
+        """Give work to these endpoints and no others.
+
+        ``version`` was published to them; 0 if the version is unknown.
+        """
         for slots in self.slots.values():
             if slots.name not in names:
                 self.lose(slots.name, f"the endpoint could not be updated to version {version}", now)
@@ -86,7 +89,7 @@ class EndpointPool:
         self.outbox.notify(Published(now, version))
 
     def lose(self, name: str, reason: str, now: float) -> None:
-        """Send an endpoint no work until `serve` names it again; its running requests are sent again elsewhere."""
+        """Send an endpoint no work until `serve` names it again; its running requests are repeated elsewhere."""
         if (slots := self.slots.get(name)) is None:
             return
         self.lost.setdefault(name, reason)
@@ -118,7 +121,7 @@ class EndpointPool:
         self.outbox.command(request)
 
     def release(self, request: SendRequest, now: float) -> EndpointSlots:
-        """Mark the slots of a request as free; return the slots of its endpoint."""
+        """Mark the slots of a request as free, and return its endpoint."""
         slots = self.slots[request.endpoint]
         del slots.requests[request.request_id]
         slots.withdrawn.discard(request.request_id)
@@ -127,7 +130,7 @@ class EndpointPool:
         return slots
 
     def stop(self, requests: Iterable[SendRequest], *, keeps_partials: bool = True) -> None:
-        """Stop requests, in one command for each endpoint; with ``keeps_partials`` if the endpoint supports it."""
+        """Stop requests with one command per endpoint; ``keeps_partials`` applies to the endpoints that support it."""
         by_endpoint: dict[str, list[str]] = {}
         for request in requests:
             by_endpoint.setdefault(request.endpoint, []).append(request.request_id)
@@ -142,7 +145,7 @@ class EndpointPool:
         self.stop(requests, keeps_partials=keeps_partials)
 
     def forget_if_idle(self, slots: EndpointSlots, now: float) -> None:
-        """Remove a retired endpoint that has no request left."""
+        """Remove a retired endpoint that has no requests left."""
         if slots.is_retired and not slots.requests and self.slots.pop(slots.name, None) is not None:
             self.account.forget(now, slots.name)
             self.lost.pop(slots.name, None)

@@ -24,7 +24,9 @@ class PromptRecord:
     lengths: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     completions: list[array[int]] = field(default_factory=list)
-    """Token ids of only the last group; RhymeRL (arXiv 2508.18588) also keeps one epoch. Empty if none were kept."""
+    """The token ids of the last group only, as RhymeRL (arXiv 2508.18588) keeps only one epoch; empty if none were
+    kept.
+    """
 
     @property
     def mean_length(self) -> float:
@@ -35,8 +37,8 @@ class PromptRecord:
 class HistoryStore:
     """Remembers the latest ``completions_per_prompt`` lengths and rewards of each prompt, and its last group's tokens.
 
-    Beyond ``max_prompts`` prompts, the least recently recorded ones are removed. Beyond ``max_tokens`` tokens, their
-    tokens are removed.
+    Prompts in excess of ``max_prompts`` are removed, least recently recorded first. If there are more than
+    ``max_tokens`` tokens, the tokens of prompts are removed in the same order.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class HistoryStore:
         rewards: Sequence[float],
         completions: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Add one group of a prompt; ``completions``, if given, are the token ids of each."""
+        """Add one group of a prompt; ``completions``, if not empty, are the token ids of each completion."""
         record = self._records.setdefault(prompt, PromptRecord())
         self._records.move_to_end(prompt)
         record.lengths = [*record.lengths, *lengths][-self._completions_per_prompt :]

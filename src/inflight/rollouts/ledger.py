@@ -34,16 +34,16 @@ class Ledger:
         self._unsettled: dict[int, _State] = {}
         self._waiting: list[int] = []
         self.num_trained = 0
-        """Number of items trained on, including earlier processes of the run; ``num_dropped`` counts dropped items, by
-        reason.
+        """Number of items trained on, including those of earlier processes of the run; ``num_dropped`` counts dropped
+        items, by reason.
         """
         self.num_dropped: Counter[str] = Counter()
         self.num_requeued = 0
-        """Number of calls of `requeue`, including earlier processes; items that a restart puts back are not counted."""
+        """Number of calls of `requeue`, also in earlier processes; items that a restart puts back are not counted."""
 
     @property
     def outstanding(self) -> int:
-        """Number of items that are issued, or finished and not yet trained."""
+        """Number of items that are issued, or finished but not yet trained on."""
         return len(self._unsettled) - len(self._waiting)
 
     def next_item(self) -> int:
@@ -74,7 +74,7 @@ class Ledger:
         self.num_trained += 1
 
     def drop(self, item: int, reason: str) -> None:
-        """Settle an issued or finished item that will not be trained."""
+        """Settle an issued or finished item that will not be trained on."""
         self._expect(item, _State.ISSUED, _State.FINISHED, to="dropped")
         del self._unsettled[item]
         self.num_dropped[reason] += 1

@@ -21,7 +21,9 @@ _GIVEN = ("group_size", "history", "seed", "max_lag", "tokens_per_step")
 
 
 def policy_lines() -> Iterator[str]:
-    """Yield lines of text: each kind of policy, with the name, first sentence and parameters of each built-in one."""
+    """Yield lines of text: each kind of policy, followed by the name, first sentence and parameters of its built-in
+    policies.
+    """
     for kind, policies in KINDS.items():
         yield f"{kind}:"
         width = max(map(len, policies))

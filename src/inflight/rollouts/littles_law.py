@@ -3,9 +3,9 @@ step.
 
 Time is measured in optimizer steps. The number of steps that a group has seen, from its first token to the end of the
 step that trains on it, is on average the number of groups in progress when a step ends (in flight, queued and in
-training), divided by the number that leaves per step (Little 1961, L = lambda W). Ages come from the versions that
-servers report, and counts from the ledger: they disagree if servers lag behind the trainer or mislabel tokens, if
-requests wait in an engine, or if the ledger keeps a group that is never settled.
+training), divided by the number that leave per step (Little 1961, L = lambda W). Ages come from the versions that
+servers report, and counts from the ledger. The two sides disagree if servers lag behind the trainer or mislabel tokens,
+if requests wait in an engine, or if the ledger keeps a group that is never settled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Terms:
     left: float
     """Number of groups settled per step, by training or otherwise."""
     age: float
-    """The mean age in steps of those groups: 1 if a group was sampled and trained on within one step."""
+    """The mean age of the settled groups, in steps; 1 if a group was sampled and trained on within one step."""
 
     @property
     def expected_age(self) -> float:
@@ -39,7 +39,9 @@ class Terms:
 
     @property
     def edge(self) -> float:
-        """How much the two sides may differ over one step because of the groups in progress at its end."""
+        """How much the two sides may differ in a window of one step because of the groups that are in progress at its
+        end.
+        """
         return self.expected_age**2
 
 
@@ -56,13 +58,13 @@ class LittlesLaw:
     _steps: deque[tuple[int, int, int, int, int]] = field(init=False)
     """Rows of numbers: groups in flight, queued, in training, and settled, and the sum of the settled groups' ages."""
     _since: int = 0
-    """Number of steps since the last verdict."""
+    """Number of steps since the law was last checked."""
 
     def __post_init__(self) -> None:
         self._steps = deque(maxlen=self.window)
 
     def left(self, first_version: int, *, is_trained: bool) -> None:
-        """Record that a group was settled: if ``is_trained``, by the step that is now ending."""
+        """Record that a group was settled; if ``is_trained``, the step that is now ending has trained on it."""
         self._num_left += 1
         self._age += self.version - first_version + is_trained
 
@@ -82,12 +84,12 @@ class LittlesLaw:
         return Terms(in_flight / num, queued / num, training / num, left / num, age / left)
 
     def row(self) -> dict[str, Any] | None:
-        """Return the terms as a field of a step."""
+        """Return the terms as JSON values for the record of a step."""
         terms = self.terms()
         return None if terms is None else {**asdict(terms), "expected_age": terms.expected_age}
 
     def alarm(self) -> Terms | None:
-        """Return the terms once a window in which the law does not hold is complete; each window is judged once."""
+        """Return the terms if a window has just ended in which the law does not hold; each window is checked once."""
         if self._since < self.window:
             return None
         self._since = 0

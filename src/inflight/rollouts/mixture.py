@@ -23,7 +23,7 @@ class MixedTask(TaskSettings):
     """One task of a mixture."""
 
     label: str | None = None
-    """The task's name in the mixture. None: ``name``."""
+    """The task's name in the mixture. If not set, it is ``name``."""
     share: float = Field(default=1.0, gt=0)
     """The task's share of the items, relative to the shares of the other tasks."""
 

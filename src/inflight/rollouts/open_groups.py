@@ -31,12 +31,12 @@ class OpenGroup:
     endpoints: list[str] = field(default_factory=list)
     num_requests: int = 0
     is_withdrawn: bool = False
-    """Whether its requests are being stopped because it seems too old; the scheduler no longer has it."""
+    """Whether the requests are being stopped because the group seems too old; the scheduler no longer tracks it."""
     is_scoring: bool = False
 
     @property
     def has_part(self) -> bool:
-        """Whether any part of it has been sampled or is being sampled."""
+        """Whether any part of the group has been sampled or is being sampled."""
         return bool(self.requests) or any(one is not None for one in self.sampled)
 
     @property
@@ -46,12 +46,14 @@ class OpenGroup:
 
     @property
     def num_tokens(self) -> tuple[int, ...]:
-        """Number of tokens sampled so far of each completion."""
+        """Number of tokens sampled so far for each completion."""
         return tuple([0 if one is None else one.num_tokens for one in self.sampled])
 
     @property
     def first_versions(self) -> list[int | None]:
-        """Version of the first token of each completion, or a bound below it; None before it is sent."""
+        """The version of the first token of each completion, or a lower bound for it; None until the completion is
+        sent.
+        """
         pairs = zip(self.sampled, self.sent_version, strict=True)
         return [sent if one is None else one.first_version for one, sent in pairs]
 

@@ -23,25 +23,26 @@ class Packing:
     """How the samples of an optimizer step are divided among the trainer's micro-batches."""
 
     max_tokens: int
-    """Largest number of tokens in a micro-batch."""
+    """Maximum number of tokens in a micro-batch."""
     num_shares: int
-    """Number of shares of the data, each for one rank or for several that compute it together."""
+    """The number of shares of the data; each is computed by one rank, or by several together."""
     share_prefixes: bool = False
-    """Whether a common prefix counts, and is computed, once in each micro-batch."""
+    """Whether a prefix that samples have in common is counted and computed only once in each micro-batch."""
 
     def pack(self, samples: Sequence[Sample]) -> Packed:
-        """Return the samples of each micro-batch, as the function `pack` does unless prefixes are shared.
+        """Return the indices of the samples in each micro-batch.
 
-        In that case samples with a common prefix are kept together, and shares receive about the same number of
-        computed tokens; a prefix that crosses the boundary between two shares or micro-batches is computed in both.
-        Since attention is computed for whole sequences, the sequences of a micro-batch have at most twice
-        ``max_tokens``. Raises `InvalidRequestError` for a sample that is too long.
+        Unless prefixes are shared, this is what the function `pack` returns. If they are shared, samples with a common
+        prefix are kept together, and shares receive about the same number of computed tokens; a prefix that crosses the
+        boundary between two shares or micro-batches is computed in both. Since attention is computed for whole
+        sequences, the sequences of a micro-batch have at most twice ``max_tokens``. Raises `InvalidRequestError` for a
+        sample that is too long.
         """
         rollouts = [sample.rollout for sample in samples]
         return self._pack([it.num_tokens for it in rollouts], lambda: shared_prefixes(rollouts))
 
     def pack_texts(self, texts: Sequence[Int64s]) -> Packed:
-        """Return the sequences of each micro-batch as `pack` does, for sequences of plain token ids."""
+        """Return the indices of the sequences in each micro-batch, as the method `pack` does for samples."""
         return self._pack([len(text) for text in texts], lambda: shared_prefixes_of_texts(texts))
 
     def _pack(self, lengths: Sequence[int], shared_prefixes: Callable[[], tuple[list[int], list[int]]]) -> Packed:
@@ -71,10 +72,11 @@ class Packing:
 def pack(lengths: Sequence[int], max_tokens: int, num_ranks: int) -> Packed:
     """Return indices into ``lengths`` as ``[rank][micro_batch][k]``, at most ``max_tokens`` per micro-batch.
 
-    Samples go to the rank with the fewest tokens, longest first (LPT, Graham 1969), so that two ranks differ by no more
-    than one sample; within a rank, into the first micro-batch with room (first-fit-decreasing). All ranks compute
-    micro-batch i at the same time, so all get the same number of micro-batches, fullest first and perhaps empty at the
-    end. Deterministic. Raises `InvalidRequestError` for a sample that is too long.
+    Each sample, longest first, goes to the rank with the fewest tokens so far (LPT, Graham 1969), so the loads of two
+    ranks differ by no more than one sample. Within a rank, it goes to the first micro-batch with enough room
+    (first-fit-decreasing). All ranks compute micro-batch i at the same time, so all receive the same number of
+    micro-batches: the fullest come first, and the last ones may be empty. The result is deterministic. Raises
+    `InvalidRequestError` for a sample that is too long.
     """
     _check_lengths(lengths, max_tokens)
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -93,7 +95,7 @@ def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
 
 
 def _with_equal_numbers(per_rank: Packed) -> Packed:
-    """Return the micro-batches of each rank, with empty ones at the end."""
+    """Return the micro-batches of each rank, with empty ones appended so that all ranks have equally many."""
     num_micro_batches = max(len(micro_batches) for micro_batches in per_rank)
     return [micro_batches + [[] for _ in range(num_micro_batches - len(micro_batches))] for micro_batches in per_rank]
 

@@ -39,7 +39,7 @@ def continuation(request: GenerateRequest, partial: Completion, request_id: str)
 
 
 def joined(first: Completion, second: Completion) -> Completion:
-    """Return a completion and its continuation as one; it has draft counts if both have.
+    """Return a completion and its continuation as one completion, with draft counts if both have them.
 
     Tokens that the continuation recomputed keep the experts that first computed them.
     """

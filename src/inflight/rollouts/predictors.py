@@ -28,7 +28,7 @@ class HistoryMean(LengthPredictor):
 
 
 class Siblings(LengthPredictor):
-    """The longest finished completion of the group, as Seer's probe (arXiv 2511.14617); None if there is none."""
+    """The length of the group's longest finished completion, like Seer's probe (arXiv 2511.14617); None without one."""
 
     def __init__(self, history: HistoryStore) -> None:
         pass
@@ -70,7 +70,7 @@ def predicted_length(predictor: LengthPredictor, item: OpenItem, otherwise: floa
 
 
 class TailRecall:
-    """The recall of the longest ``share`` of the last ``window`` groups by their predicted lengths."""
+    """Measures how many of the longest ``share`` of the last ``window`` groups were predicted to be the longest."""
 
     def __init__(self, share: float = 0.2, window: int = 256) -> None:
         self._share = share
@@ -80,7 +80,11 @@ class TailRecall:
         self._pairs.append((predicted, actual))
 
     def value(self) -> float | None:
-        """Return the recall; None before ten groups. Ties count by chance, so a constant predictor gets ``share``."""
+        """Return the recall, from 0 to 1; None before ten groups.
+
+        Ties count with the probability that a random order would choose them, so the recall of a constant predictor is
+        about ``share``.
+        """
         if len(self._pairs) < 10:
             return None
         size = math.ceil(self._share * len(self._pairs))

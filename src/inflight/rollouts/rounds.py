@@ -15,9 +15,9 @@ class Rounds:
     """Collects offered items into rounds. A round stays open until its last item is scored or withdrawn."""
 
     groups_per_round: int | None = None
-    """None: as many as the run reports that a step needs."""
+    """If None, as many groups as a step needs, according to the run."""
     surplus: float = 1.0
-    """Groups offered per group that a round needs."""
+    """How many groups are offered for each group that a round needs."""
     max_open: int = 1
     gathered: list[int] = field(default_factory=list)
     """Items collected for the next round."""

@@ -1,4 +1,4 @@
-"""The rule by which a fleet grows or shrinks, based on how long training waits and how many slots are free."""
+"""The rule that makes a fleet grow or shrink, based on how long training waits and how many slots are free."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ class ScaleRule:
     _before: tuple[bool, int, int] = field(default=(False, 0, 0))
 
     def note(self, time_s: float, *, is_waiting: bool, num_slots: int, num_free: int) -> Change | None:
-        """Record whether training is waiting from now on, and how many slots are free. Times never decrease."""
+        """Record whether training waits and how many slots are free from now on; at the end of a window, return a
+        change.
+
+        ``time_s`` must not decrease between calls.
+        """
         now = (is_waiting, num_slots, num_free)
         if self._began is None:
             self.begin(time_s)

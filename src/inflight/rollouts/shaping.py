@@ -28,10 +28,10 @@ def has_signal(rewards: Sequence[float]) -> bool:
 def sample_pairs(advantages: Sequence[float], *, keep: float = 0.5) -> list[tuple[int, int]]:
     """Return the pairs of completions of one group with the largest contrast, as indices (better, worse).
 
-    Completions are sorted by advantage and paired, the largest with the smallest and so on inwards; the first
-    ``keep`` of the pairs, at least one, stay (pairwise trajectory sampling, Shuffle-R1, arXiv 2508.05612). With an odd
-    number the middle completion has no pair. Ties keep their order. Raises `InvalidRequestError` if ``keep`` is not in
-    (0, 1].
+    Completions are sorted by advantage and paired, the largest with the smallest and so on inwards; the first ``keep``
+    of the pairs, but at least one, are kept (pairwise trajectory sampling, Shuffle-R1, arXiv 2508.05612). If their
+    number is odd, the completion in the middle has no pair. Ties keep their order. Raises `InvalidRequestError` if
+    ``keep`` is not in (0, 1].
     """
     if not 0 < keep <= 1:
         raise InvalidRequestError(f"keep must be above 0 and at most 1, not {keep}")
@@ -43,10 +43,10 @@ def sample_pairs(advantages: Sequence[float], *, keep: float = 0.5) -> list[tupl
 def shuffle_batch(weights: Sequence[float], size: int, *, num_rounds: int = 8, seed: int = 0) -> list[int]:
     """Return the indices of ``size`` items, drawn in rounds, without replacement within a round.
 
-    An item is drawn with a probability that grows with its weight; for pairs that is abs(A1) + abs(A2) (advantage-based
-    batch shuffle, Shuffle-R1, arXiv 2508.05612). Items of weight 0 are drawn only when no other is left in the round.
-    Each item is drawn at most once per round. Raises `InvalidRequestError` if a weight is negative or not finite, or
-    the rounds have too few items.
+    An item is drawn with a probability that grows with its weight; the weight of a pair is abs(A1) + abs(A2)
+    (advantage-based batch shuffle, Shuffle-R1, arXiv 2508.05612). Items of weight 0 are drawn only when no other is
+    left in the round. Each item is drawn at most once per round. Raises `InvalidRequestError` if a weight is negative
+    or not finite, or the rounds have too few items.
     """
     if any(not math.isfinite(weight) or weight < 0 for weight in weights):
         raise InvalidRequestError("weights must be finite and at least 0")
@@ -66,7 +66,7 @@ def shuffle_batch(weights: Sequence[float], size: int, *, num_rounds: int = 8, s
 
 
 def within_budget(lengths: Sequence[int], budget: int) -> list[int]:
-    """Return how many tokens of each completion, in order, to train on, so that together they are ``budget``.
+    """Return how many tokens of each completion, in order, to train on, so that the numbers add up to ``budget``.
 
     The completion that crosses the budget is cut there, and later completions get no tokens; the sum is smaller only if
     there are not enough tokens (C3PO, Ring-lite, arXiv 2506.14731: `inflight.losses.Budget` then has the same

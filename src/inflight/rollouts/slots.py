@@ -44,13 +44,13 @@ class _Slots:
 
 @dataclass(slots=True)
 class SlotAccount:
-    """Adds up slot-seconds between the changes that `note` and `forget` report, at times that never decrease."""
+    """Adds up slot-seconds between the changes that `note` and `forget` report; their times must not decrease."""
 
     _endpoints: dict[str, _Slots] = field(default_factory=dict)
     _since_s: float = 0.0
     _sum: SlotSeconds = field(default_factory=SlotSeconds)
     _num: SlotSeconds = field(default_factory=SlotSeconds)
-    """The slots of all endpoints, which are added to the sum for each second."""
+    """The current slots of all endpoints, which are added to the sum for every second that passes."""
 
     def note(self, time_s: float, endpoint: str, num_slots: int, num_running: int, *, takes_work: bool) -> None:
         """Record the number of slots of an endpoint from now on, and how many of them hold a completion."""

@@ -23,11 +23,13 @@ class Split:
 def best_split(
     num_devices: int, generation_s: Callable[[int], float], training_s: Callable[[int], float], *, unit: int = 1
 ) -> Split:
-    """Return the split of at most ``num_devices`` whose slower stage is fastest; of equals, the smallest.
+    """Return the split of at most ``num_devices`` devices that minimises the time of the slower stage.
+
+    Of equally fast splits, it is the one with the fewest devices.
 
     ``generation_s`` and ``training_s`` give the seconds that a stage takes for one step on a number of devices.
-    ``unit`` is how many devices one replica needs. Raises `InvalidRequestError` if there are too few devices for one
-    replica each.
+    ``unit`` is the number of devices that one replica needs. Raises `InvalidRequestError` if there are too few devices
+    for one replica each.
     """
     if num_devices < 2 * unit:
         raise InvalidRequestError(

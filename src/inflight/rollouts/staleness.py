@@ -34,7 +34,9 @@ class MaxLag(StalenessPolicy):
         return [trainer_version - version <= self.max_lag for version in token_versions]
 
     def max_outstanding_groups(self, groups_per_step: float) -> int:
-        """Return (``max_lag`` + 1) steps of groups, rounded up and at least 1, as in AReaL (arXiv 2505.24298)."""
+        """Return the number of groups in ``max_lag`` + 1 steps, rounded up and at least 1, as in AReaL (arXiv
+        2505.24298).
+        """
         return max(1, math.ceil((self.max_lag + 1) * groups_per_step))
 
 
@@ -43,9 +45,9 @@ class EtaGate(StalenessPolicy):
     """Masks each completion whose first token has a lag above ``max_lag``, AReaL's eta (arXiv 2505.24298).
 
     AReaL admits a rollout while (eta + version + 1) B - (accepted + running) is positive, with B rollouts per step.
-    Since version * B accepted rollouts have been trained on, this bounds the rollouts that have not been. This policy
-    uses the bound in that form: it is computed from the ledger, which survives a restart, so a restart cannot admit a
-    burst.
+    Since version * B accepted rollouts have been trained on, this bounds the number of rollouts that have not been
+    trained on. This policy uses that form of the bound, which can be computed from the ledger. The ledger survives a
+    restart, so a restart cannot admit a burst.
     """
 
     max_lag: int
@@ -82,12 +84,12 @@ class TrajectoryLag(StalenessPolicy):
 
 @dataclass(frozen=True)
 class WindowedFifo(StalenessPolicy):
-    """Trains only on groups within a window from the oldest unfinished one, which bounds how far others overtake it.
+    """Trains only on groups in a window from the oldest unfinished one, which bounds how far others can overtake it.
 
     The window is ``fraction`` (S + 1) P groups, with S = ``max_lag`` and P groups per step, and at least one step. The
     default of 0.3 is that of TitanRL, which follows Magistral and Kimi-Researcher. A group that waits to be trained on
-    does not hold the window back: after other groups were dropped, it might never fill a step. Tokens beyond
-    ``max_lag`` are masked.
+    does not hold the window back: if other groups in the window were dropped, the rest might never fill a step. Tokens
+    beyond ``max_lag`` are masked.
     """
 
     max_lag: int

@@ -26,14 +26,14 @@ class StepRules:
     expected_size: float
     """The assumed size of a group until four groups have finished."""
     burst: int = 1
-    """As in `Admission`."""
+    """The same as `Admission.burst`."""
     steps_per_phase: int = 0
-    """Number of steps in a phase of conventional mode, in which sampling and training alternate. 0: pipeline mode."""
+    """Number of steps in a phase of conventional mode, in which sampling and training alternate; 0 in pipeline mode."""
     trains_on_equal_rewards: bool = False
     credit: Credit = "episode"
     size_of: Callable[[Group], int] = lambda group: group.num_tokens
     kept_size_of: Callable[[Group, StalenessPolicy, int], int] = num_trained_tokens
-    """The size of the part of a group that a step from a version trains on."""
+    """Returns the size of the part of a group that a step from a given version trains on."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class StepQueue:
     def may_offer(self, num_open: int, num_outstanding: int, oldest: int, surplus: float) -> bool:
         """Return whether another group may be offered.
 
-        ``oldest`` has the same meaning as for `StalenessPolicy.trainable`, and ``surplus`` is the scheduler's.
+        ``oldest`` has the same meaning as in `StalenessPolicy.trainable`, and ``surplus`` is that of the scheduler.
         """
         steps = self.rules.steps_per_phase
         if steps:
@@ -84,7 +84,10 @@ class StepQueue:
         )
 
     def want(self, version: int, oldest: int, now: float) -> None:
-        """Collect groups for the step or the phase that starts from ``version``; ``oldest`` is as for `may_offer`."""
+        """Collect groups for the step or phase that starts from ``version``.
+
+        ``oldest`` has the same meaning as in `may_offer`.
+        """
         self.is_wanted = True
         self.has_waited = not self._is_step_ready(oldest)
         self.outbox.notify(StepWanted(now, version, self.admission.num_groups(self.rules.steps_per_phase or 1)))
@@ -134,7 +137,10 @@ class StepQueue:
         self.outbox.command(ComposedPhase(split_evenly(groups, self.rules.steps_per_phase)))
 
     def settle(self, groups: Sequence[Group], num_open: int, num_issued: int, now: float) -> None:
-        """Settle groups that a step has trained on; ``num_issued`` of ``num_open`` other groups were issued."""
+        """Settle groups that a step has trained on.
+
+        Of the ``num_open`` groups that are still open, ``num_issued`` have been issued.
+        """
         num_queued = self.ledger.outstanding - num_open - len(groups)
         for group in groups:
             self._leave(group, is_trained=True)

@@ -28,11 +28,15 @@ class AnswerFormat(Section):
     """How the problem of a task becomes a user message, and which part of a completion is the answer."""
 
     prompt_template: str | None = None
-    """The user message, in which ``{question}`` stands for the problem. None: the problem itself."""
+    """The user message, in which ``{question}`` stands for the problem.
+
+    If not set, the message is the problem itself.
+    """
     answer_pattern: str | None = None
     """A regular expression. The answer is what its last match captures (its group, or the whole match if it has none);
-    a completion without a match has reward 0. ``.`` also matches line breaks. None: the task reads the whole
-    completion; reasoning-gym datasets use the last ``<answer>`` tag if there is one."""
+    a completion without a match has reward 0. ``.`` also matches line breaks. If not set, the task reads the whole
+    completion; reasoning-gym datasets use the last ``<answer>`` tag if there is one.
+    """
 
     @field_validator("prompt_template")
     @classmethod
@@ -71,9 +75,10 @@ class TaskSettings(AnswerFormat):
     """Arguments of the dataset or factory."""
     levels: int | tuple[dict[str, Any], ...] | None = None
     """A curriculum: the run begins at the first level, and moves to the next or the previous one when the mean reward
-    of 16 groups is at least 0.75 or at most 0.2. A number: that many levels of reasoning-gym's curriculum for the
-    dataset. A list of tables: the parameters of each level, easiest first, in addition to ``params``. None: all items
-    have the same parameters."""
+    of 16 groups is at least 0.75 or at most 0.2. A number selects that many levels of reasoning-gym's curriculum for
+    the dataset. A list of tables specifies the parameters of each level, easiest first, in addition to ``params``. If
+    not set, all items have the same parameters.
+    """
 
     @field_validator("levels")
     @classmethod
@@ -83,7 +88,7 @@ class TaskSettings(AnswerFormat):
         return value
 
     def load(self, seed: int) -> Task | Environment:
-        """Return the task or environment, and raise as `load_task` does."""
+        """Return the task or environment. Raises the same errors as `load_task`."""
         answer_format = AnswerFormat(prompt_template=self.prompt_template, answer_pattern=self.answer_pattern)
         if self.levels is None:
             return load_task(self.name, self.params, seed, answer_format)
@@ -91,7 +96,7 @@ class TaskSettings(AnswerFormat):
         for params in _params_of_levels(self.name, self.params, self.levels):
             task = load_task(self.name, params, seed, answer_format)
             if isinstance(task, Environment):
-                raise TaskError(f"task.levels is for tasks, but {self.name!r} is an environment: leave it out")
+                raise TaskError(f"task.levels is for tasks, but {self.name!r} is an environment: omit task.levels")
             tasks.append(task)
         return Curriculum(tasks)
 
@@ -135,7 +140,7 @@ def load_task(
 ) -> Task | Environment:
     """Return a task or environment by name: a reasoning-gym dataset, or the result of a factory.
 
-    A factory takes ``seed`` and ``params``. It is an entry point in the group ``inflight.tasks``, or named as
+    A factory accepts ``seed`` and ``params``. It is an entry point in the group ``inflight.tasks``, or named as
     ``module:attribute``. ``answer_format`` applies to tasks only. Raises `TaskError` for an unknown name (with the
     nearest known one) and for parameters that the task rejects.
     """
@@ -180,7 +185,7 @@ class FormattedTask(Task):
 
 
 def reasoning_gym_names() -> list[str]:
-    """Return the names of all reasoning-gym datasets. Raises `TaskError` if it is not installed."""
+    """Return the names of all reasoning-gym datasets. Raises `TaskError` if reasoning-gym is not installed."""
     try:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:

@@ -19,15 +19,15 @@ class HistoPipe(Scheduler):
     """Sorts each round by predicted length, and cuts it into one rank group for each endpoint.
 
     The work of the rank groups grows linearly with their rank, with the smallest slope at which the last group can
-    still hold the longest completions; ``linear = False`` makes groups of equal size instead. Odd rounds assign short
-    to long over the endpoints and even rounds long to short, so that two consecutive rounds take equally long on every
-    endpoint. Two rounds are open at a time: an endpoint that has finished one begins the next, so tokens are at most
-    one round stale.
+    still hold the longest completions; ``linear = False`` makes groups of equal size instead. Odd rounds assign the
+    groups to the endpoints from short to long, and even rounds from long to short, so that two consecutive rounds take
+    equally long on every endpoint. Two rounds are open at a time: an endpoint that has finished one begins the next, so
+    tokens are at most one round stale.
 
-    If ``rank_groups`` is set, each round is cut into that many groups of equal size, and each group receives the
-    number of whole endpoints that makes the times of the groups grow linearly, as RhymeRL allocates workers. The result
-    approximates a line only with several times as many endpoints as groups; without ``rank_groups``, the cuts do so
-    with any number of endpoints.
+    If ``rank_groups`` is set, each round is cut into that many groups of equal size, and each group receives the number
+    of whole endpoints that makes the times of the groups grow linearly, as RhymeRL allocates workers. The result
+    approximates a line only if there are several times as many endpoints as groups; without ``rank_groups``, the line
+    is approximated with any number of endpoints.
 
     A completion that is ``outlier`` times as long as the longest prediction of its rank group is aborted once, if its
     endpoint keeps the sampled tokens, and continues on the least loaded endpoint. RhymeRL also moves such completions,
@@ -116,7 +116,7 @@ class HistoPipe(Scheduler):
                 self._queues.put(name, item)
 
     def _rank(self, endpoints: Sequence[str], lengths: Sequence[float]) -> Iterator[tuple[Sequence[str], int, int]]:
-        """Yield each rank group of ascending lengths: its endpoints, and where it begins and ends."""
+        """Yield the endpoints of each rank group, and where the group begins and ends in the ascending ``lengths``."""
         num_groups = min(self._rank_groups, len(endpoints), len(lengths)) if self._rank_groups else len(endpoints)
         cut = equal_cuts(len(lengths), num_groups)
         endpoint_cuts = equal_cuts(len(endpoints), num_groups)
@@ -159,7 +159,7 @@ class HistoPipe(Scheduler):
 
 
 def equal_cuts(num_items: int, num_parts: int) -> list[int]:
-    """Return where to cut a sequence into parts of about equal numbers."""
+    """Return where to cut a sequence into parts with about equal numbers of items."""
     return [round(num_items * part / num_parts) for part in range(1, num_parts)]
 
 
@@ -188,9 +188,10 @@ def whole_endpoints(works: Sequence[float], num_endpoints: int) -> list[int]:
 def linear_cuts(lengths: Sequence[float], num_parts: int, num_at_once: float = 1.0) -> list[int]:
     """Return where to cut ascending lengths into parts whose sums grow linearly from the first to the last.
 
-    An endpoint samples ``num_at_once`` of them at a time, so a part takes at least its sum divided by ``num_at_once``,
-    and at least its longest length. The last part receives the larger of its equal share and the longest length, the
-    first part receives the amount that keeps the mean unchanged, and the others lie on the line between them.
+    An endpoint samples ``num_at_once`` completions at a time, so a part takes at least its sum divided by
+    ``num_at_once``, and at least its longest length. The last part receives the larger of its equal share and the
+    longest length, the first part receives the amount that keeps the mean unchanged, and the others lie on the line
+    between them.
     """
     share = sum(lengths) / num_parts / num_at_once
     last = min(max(share, lengths[-1]), 1.9 * share)

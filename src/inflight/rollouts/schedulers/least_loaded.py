@@ -14,8 +14,8 @@ from inflight.rollouts.history import HistoryStore
 class LeastLoaded(Scheduler):
     """Issues each item as a whole to the least loaded endpoint, as soon as one has enough free slots.
 
-    PipelineRL (arXiv 2509.19128) keeps as many sequences in progress as each endpoint accepts, and
-    issues new ones as they finish.
+    Like PipelineRL (arXiv 2509.19128), it keeps as many sequences in progress on each endpoint as the endpoint accepts,
+    and issues new ones as others finish.
     """
 
     def __init__(self, group_size: int, history: HistoryStore | None = None, seed: int = 0) -> None:

@@ -52,7 +52,7 @@ class ProbeFirst(Scheduler):
         return issue_in_order(self._board, self._in_order(waiting, time_s), time_s)
 
     def _in_order(self, waiting: list[OpenItem], time_s: float) -> Iterator[tuple[int, int]]:
-        """Yield one completion of each whole group, then the others, longest group first.
+        """Yield one completion of each group that has not started, then the others, longest group first.
 
         Lengths are computed before the first completion is yielded. The caller may issue each one immediately.
         """
@@ -64,7 +64,7 @@ class ProbeFirst(Scheduler):
                 yield item.index, completion
 
     def _expected(self, item: OpenItem, time_s: float) -> float:
-        """Return the length of the probe, or of the longest running completion if that is larger."""
+        """Return the length of the probe, or that of the longest running completion if it is longer."""
         longest: float = self._probes.get(item.index, 0)
         for completion in item.running:
             longest = max(longest, self._board.estimated_tokens(item, completion, time_s))

@@ -18,7 +18,7 @@ class ShortestFirst(Scheduler):
 
     Groups of similar length run together, so fewer slots wait for a long one. The order of training then depends on the
     length of groups: the run reports when long groups are left out of training (`BiasAudit`), but not when they are
-    only trained later.
+    only trained on later.
     """
 
     def __init__(

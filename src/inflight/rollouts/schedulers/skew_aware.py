@@ -16,13 +16,13 @@ from inflight.rollouts.rounds import Queues, Rounds
 
 
 class SkewAware(Scheduler):
-    """Reserves endpoints for the ``tail`` of a round, by predicted length, and issues the longest items first.
+    """Reserves endpoints for the items of a round with the longest predictions, and issues the longest items first.
 
-    The number of endpoints for the tail minimises the larger of the latencies of the two parts (algorithm 2, with a
-    tail of 20 %). A latency is the time per token at the resulting batch size, times a length: the 90th percentile of
-    the predictions for the tail, and their median for the rest. The time per token is constant up to a batch of
-    ``knee`` and proportional to the batch beyond it. If ``knee`` is None, it is the capacity of an endpoint, so that
-    the batch never slows tokens down.
+    These items, a share of ``tail``, are the long part. The number of endpoints for it minimises the larger of the
+    latencies of the two parts (algorithm 2, with a tail of 20 %). A latency is the time per token at the resulting
+    batch size times a length, which is the 90th percentile of the predictions in the long part, and their median in the
+    rest. The time per token is constant up to a batch of ``knee`` and proportional to the batch beyond it. If ``knee``
+    is None, the capacity of an endpoint is used, so that the batch never slows tokens down.
 
     Within each part, items are assigned to the endpoint with the least predicted work, longest first (LPT, within 4/3
     of the optimum, Graham 1969). ``tail = 0`` is LPT alone.
