@@ -145,7 +145,7 @@ def test_a_rank_that_fails_ends_the_wait_at_once_and_is_named_with_what_it_did(
     assert type(caught.value) is kind
     assert "trainer-0" not in str(caught.value)
     if kind is WorkerDiedError:
-        assert str(caught.value).startswith("while running the backward of step 2: ")
+        assert str(caught.value).startswith("while running the backward pass of step 2: ")
     # Of the 900 of run.step_timeout_s, on a busy machine; the ranks that wait for it are not waited for.
     assert group.seconds_failing < 20
     assert group.seconds_stopping < 20
@@ -160,7 +160,7 @@ def test_a_rank_that_cannot_be_made_is_named_while_the_other_waits_for_it(group:
 def test_a_rank_that_does_not_answer_is_named_with_what_it_does(group: Ranks) -> None:
     overrides = ("--run.step_timeout_s", "10", *failing("stand_still", deaf=False))
     with pytest.raises(
-        WorkerDiedError, match=r"no answer within 10 s: .*while running the backward of step 2: trainer-1"
+        WorkerDiedError, match=r"no answer within 10 s: .*while running the backward pass of step 2: trainer-1"
     ):
         group.train(group.config(*overrides), 2)
 
@@ -281,5 +281,5 @@ def test_a_run_ends_at_once_when_a_rank_is_killed_that_the_others_wait_for(
     first_step = (run.directory / "metrics.jsonl").stat().st_mtime
     assert time.time() - first_step < 60  # of the 900 of run.step_timeout_s, on a busy machine
     assert [row["version"] for row in run.rows()] == [1]
-    assert "while running the backward of step 2: trainer-1 was killed by signal 9" in run.output()
+    assert "while running the backward pass of step 2: trainer-1 was killed by signal 9" in run.output()
     assert all(ends_within(pid, 5.0) for pid in run.servers())

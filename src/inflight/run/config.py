@@ -32,7 +32,7 @@ class RunSection(Section):
     """The mode and the length of the run, and where it writes its files."""
 
     directory: Path
-    """The directory that the run writes to. Only ``--resume`` continues in one that holds a checkpoint."""
+    """The directory that the run writes to. A directory that holds a checkpoint can be used only with ``--resume``."""
     mode: Literal["pipeline", "conventional"] = "pipeline"
     """``pipeline`` trains while generation continues. ``conventional`` alternates: it generates the data of
     ``conventional_steps`` optimizer steps, then trains on it."""
@@ -52,19 +52,23 @@ class RunSection(Section):
     """Arguments of the launcher, such as ``{ address = "10.0.0.1:6379" }`` for ``ray``."""
     restarts: int = Field(default=3, ge=0)
     """How many times in a row, without a new checkpoint in between, the run may restart all trainer ranks from the last
-    checkpoint after one of them is lost. The servers keep running. A rank that is lost before the first step ends the
-    run. With 0, the run always ends, and ``--resume`` continues it."""
+    checkpoint after one of them is lost. The servers keep running. If a rank is lost before the first step, the run
+    ends. With 0, the loss of a rank always ends the run, and ``--resume`` continues it.
+    """
     num_steps: int = Field(default=100, ge=1)
     """The number of optimizer steps after which the run ends."""
     stop_at_reward: float | None = None
-    """End the run early once the mean reward over the last ten steps reaches this value. None: never."""
+    """End the run early once the mean reward over the last ten steps reaches this value. If not set, the run takes all
+    steps.
+    """
     seed: int = 0
-    """Seed of the order of items, of sampling and of the policies."""
+    """The seed for the order of items, for sampling and for the policies."""
     checkpoint_every_steps: int = Field(default=50, ge=1)
     """Save a checkpoint each time this many steps have been trained."""
     checkpoint_every_s: float = Field(default=60.0, gt=0)
-    """Also save a checkpoint after a step if at least this many seconds, and at least 20 times the duration of the last
-    save, have passed since then."""
+    """Also save a checkpoint after a step once this many seconds, and 20 times the duration of the last save, have
+    passed since that save.
+    """
     keep_checkpoints: int = Field(default=2, ge=1)
     """The number of checkpoints to keep; older ones are deleted."""
     background_saves: bool = False
@@ -72,12 +76,15 @@ class RunSection(Section):
     start_timeout_s: float = Field(default=300.0, gt=0)
     """How long to wait for the servers to start and, after the loss of all servers, for one to come back."""
     step_timeout_s: float | None = Field(default=None, gt=0)
-    """How long to wait for one batch of finished completions, or for one optimizer step and its publish. None: 900 s,
-    plus, for a step, the time for moving the weights at 0.5 GB/s."""
+    """How long to wait for one batch of finished completions, or for one optimizer step and its publish. If not set,
+    900 s, plus the time to move the weights at 0.5 GB/s in the case of a step.
+    """
     save_timeout_s: float | None = Field(default=None, gt=0)
-    """How long to wait for a checkpoint. None: 900 s plus the time for writing its bytes at 0.5 GB/s."""
+    """How long to wait for a checkpoint. If not set, 900 s plus the time to write its bytes at 0.5 GB/s."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Loopback port where the run serves ``/metrics`` for Prometheus. 0: any free port. None: no metrics are served."""
+    """Loopback port at which the run serves ``/metrics`` for Prometheus; 0 means any free port. If not set, no metrics
+    are served.
+    """
     trackers: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = ()
     """Trackers that receive the metrics of the run: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another entry
     point in the group ``inflight.trackers``, or ``module:attribute``. Either a list or a comma-separated string.
@@ -92,22 +99,26 @@ class ModelSection(Section):
     path: Path
     """The directory of a checkpoint in the format of transformers."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the computation in trainer and servers, and of published weights. ``train.master_dtype`` sets the dtype
-    of the trained parameters."""
+    """Dtype in which trainer and servers compute and in which weights are published. ``train.master_dtype`` sets the
+    dtype of the trained parameters.
+    """
 
 
 class TaskSection(TaskSettings):
     """The task or environment, and how its episodes and rewards are computed."""
 
     system_prompt: str | None = None
-    """The system message before each problem of a task. None: no system message, in which case some chat templates
-    insert their own; an empty string suppresses that."""
+    """The system message before each problem of a task. If not set, there is none, and some chat templates insert their
+    own; an empty string prevents that.
+    """
     reward_timeout_s: float = Field(default=60.0, gt=0)
-    """How long an item, or the rewards of one group, may take."""
+    """How long the task may take to make an item, or to compute the rewards of one group."""
     reward_processes: int | None = Field(default=None, ge=0)
-    """Number of processes that make the items of a task and compute its rewards, one group at a time each. None: one
-    process, which computes the rewards of several groups at once, each in a thread. 0: threads of the run, which slow
-    the run down if rewards are computed in Python, and stop it if they hold the interpreter's lock."""
+    """Number of processes that make the items of a task and compute its rewards; each computes those of one group at a
+    time. If not set, one process computes the rewards of several groups at once, each in a thread. With 0, threads of
+    the run do so; they slow the run down if rewards are computed in Python, and stop it if they hold the interpreter's
+    lock.
+    """
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """How long an episode of an environment may take."""
     extra_episodes: int = Field(default=0, ge=0)
@@ -122,9 +133,9 @@ class EvaluationSection(Section):
     """
 
     num_items: int = Field(default=0, ge=0)
-    """Number of problems. 0: no evaluation."""
+    """Number of problems. With 0, there is no evaluation."""
     num_shown: int = Field(default=3, ge=0)
-    """Number of problems whose answers are printed at the end, before and after."""
+    """Number of problems whose answers before and after training are printed at the end."""
 
 
 class SamplingSection(Section):
@@ -135,7 +146,7 @@ class SamplingSection(Section):
     temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE, le=100.0)
     """The sampling temperature."""
     max_tokens: int = Field(default=128, ge=1, le=2**31 - 1)
-    """The largest number of tokens of a completion."""
+    """The maximum number of tokens in a completion."""
     generate_timeout_s: float = Field(default=600.0, gt=0)
     """How long a server may take to answer one request."""
 
@@ -144,8 +155,9 @@ class TrainSection(OptimizerSettings):
     """The workers and their optimizer."""
 
     trainer: str = "fsdp"
-    """``fsdp``, ``torchtitan``, ``deepspeed``, ``megatron``, another entry point in the group ``inflight.workers``, or
-    ``module:attribute``: an `inflight.contracts.WorkerKind`."""
+    """The kind of worker: ``fsdp``, ``torchtitan``, ``deepspeed``, ``megatron``, another entry point in the group
+    ``inflight.workers``, or ``module:attribute``, which names an `inflight.contracts.WorkerKind`.
+    """
     trainer_options: dict[str, Any] = Field(default_factory=dict)
     """Further settings of the workers, such as ``{ cpu_offload = true }``. For ``fsdp``, see
     `inflight_fsdp.WorkerConfig`."""
@@ -155,16 +167,18 @@ class TrainSection(OptimizerSettings):
     num_ranks: int = Field(default=1, ge=1)
     """The number of trainer processes."""
     device: Literal["cpu", "cuda"] | None = None
-    """Where the ranks compute. None: each on its own GPU if there are any, otherwise on the CPU."""
+    """Where the ranks compute. If not set, each computes on its own GPU if there are any, and otherwise on the CPU."""
     devices: tuple[NonNegativeInt, ...] | None = None
-    """The index of the GPU of each rank. None: any free GPUs."""
+    """The index of each rank's GPU. If not set, ranks use any free GPUs."""
     place: str | None = None
-    """Where the ranks run, in the terms of the launcher (see ``servers.place``). None: anywhere, close together if
-    possible."""
+    """Where the ranks run, in the terms of the launcher (see ``servers.place``). If not set, they run anywhere, close
+    together if possible.
+    """
     threads: int = Field(default=1, ge=1)
-    """Number of threads of each rank. The default is 1, except that ranks that compute on the CPU of this machine
-    divide its cores equally if the model has 10 million parameters or more: threads that wait for each other sleep, so
-    that servers can use their cores."""
+    """Number of threads of each rank. The default is 1. If the model has 10 million parameters or more, however, ranks
+    that compute on the CPU of this machine divide its cores equally; threads that wait for each other sleep, so that
+    servers can use their cores.
+    """
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained parameters and of the optimizer's moments, independent of ``model.dtype``.
 
@@ -173,7 +187,7 @@ class TrainSection(OptimizerSettings):
     tokens_per_worker: int = Field(default=4096, ge=1)
     """A step begins once this many training tokens (prompts and completions) per rank have accumulated."""
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
-    """The largest number of tokens that a rank computes at a time. It limits the memory of a step, not its result."""
+    """The maximum number of tokens that a rank computes at a time. It limits the memory of a step, not its result."""
     router_replay: bool = False
     """For mixtures of experts: compute each token with the experts that sampled it, instead of those that the trainer's
     routers choose. The servers and the trainer must support it."""
@@ -197,7 +211,7 @@ class LossSection(Section):
     policy: PolicyLoss | None = None
     """A loss composed of pieces, instead of a preset."""
     advantages: AdvantageEstimator | None = None
-    """The estimator of advantages. None: that of the preset, or ``leave_one_out`` if ``policy`` is set."""
+    """The estimator of advantages. If not set, it is that of the preset, or ``leave_one_out`` if ``policy`` is set."""
     reference_kl: float = Field(default=0.0, ge=0)
     """Coefficient of a KL penalty towards the initial model. If it is above 0, this penalty replaces any KL penalty of
     the loss itself."""
@@ -205,14 +219,14 @@ class LossSection(Section):
     @model_validator(mode="after")
     def _names_one_loss(self) -> LossSection:
         if self.policy is not None and "preset" in self.model_fields_set:
-            raise ValueError(f"both preset ({self.preset!r}) and policy are set: leave one out")
+            raise ValueError(f"both preset ({self.preset!r}) and policy are set: set only one of them")
         return self
 
     def policy_loss(self) -> PolicyLoss:
         """Return the loss with its KL penalty. Raises `ConfigError` if it is unknown or no worker supports it."""
         loss = self.policy or preset(self.preset).loss
         if "entropy" in loss.needs:
-            raise ConfigError("loss.policy has an entropy bonus, but no worker computes entropies: leave it out")
+            raise ConfigError("loss.policy has an entropy bonus, but no worker computes entropies: remove it")
         if self.reference_kl == 0:
             return loss
         others = tuple(penalty for penalty in loss.penalties if not isinstance(penalty, Kl))
@@ -248,14 +262,18 @@ class RolloutsSection(Section):
     staleness_params: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the staleness policy."""
     min_ess: float | None = Field(default=None, gt=0, le=1)
-    """The smallest acceptable effective sample size of a step, as a share of its tokens. None: no limit."""
+    """The smallest acceptable effective sample size of a step, as a share of its tokens.
+
+    If not set, there is no limit.
+    """
     on_low_ess: Literal["wait", "stop"] = "wait"
-    """What to do below ``min_ess``: with ``wait``, the next step uses only tokens that were sampled afterwards;
-    ``stop`` ends the run."""
+    """What to do after a step below ``min_ess``: with ``wait``, the next step uses only tokens that were sampled
+    afterwards; ``stop`` ends the run.
+    """
     credit: Credit = "episode"
     """How the rewards of an environment become advantages of tokens: see `inflight.rollouts.credit`."""
     discount: float = Field(default=1.0, gt=0, le=1)
-    """The discount per turn of later rewards, if ``credit`` is ``return`` or ``critic``."""
+    """The discount factor per turn for later rewards, if ``credit`` is ``return`` or ``critic``."""
     critic_target: Target = "monte_carlo"
     """What the critic learns from, if ``credit`` is ``critic``: Monte Carlo returns (``monte_carlo``) or temporal
     differences (``td``)."""

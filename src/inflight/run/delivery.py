@@ -56,7 +56,7 @@ class PushDelivery(Delivery):
     serving: Mapping[str, int | None] = field(default_factory=dict)
     noted: set[str] = field(default_factory=set)
     problems: Sequence[str] = ()
-    """The problems that the last publishes found with servers; empty once a server has a version."""
+    """The problems with servers that the last publishes found; empty once a server has a version."""
     known: set[str] = field(default_factory=set)
     """The servers that took part from the start or have held a version since."""
 
@@ -166,7 +166,7 @@ class PullDelivery(Delivery):
         self.servers.actor.serve([name for name, version in self.serving.items() if version is not None], 0)
 
     def _may_sample(self, served: WeightVersion) -> bool:
-        """Return whether a server has weights of this run that no earlier incarnation has since overtaken."""
+        """Return whether a server has weights of this run, and not a newer version from an earlier incarnation."""
         return (
             served.state in _SAMPLES
             and served.run_id in (None, self.servers.membership.run_id)

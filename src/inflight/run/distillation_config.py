@@ -23,7 +23,9 @@ class TeacherSection(Section):
     path: Path | None = None
     """Directory of a checkpoint. Each trainer rank loads it alongside the trained model and computes its logprobs."""
     tasks: tuple[str, ...] = ()
-    """Names of the tasks in a ``mixture`` that it scores. Empty: all tasks that no other teacher names."""
+    """Names of the tasks in a ``mixture`` that the teacher scores. If empty, it scores all tasks that no other teacher
+    names.
+    """
 
     @model_validator(mode="after")
     def _is_in_one_place(self) -> TeacherSection:
@@ -57,7 +59,7 @@ class DistillationSection(Section):
         return self
 
     def teacher_of(self, task: str) -> int | None:
-        """Return the index of the teacher that scores a task, None if no teacher does."""
+        """Return the index of the teacher that scores a task, or None if no teacher does."""
         for index, teacher in enumerate(self.teachers):
             if task in teacher.tasks:
                 return index

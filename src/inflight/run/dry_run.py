@@ -72,7 +72,7 @@ class DryRun:
     update: PlannedUpdate
     devices: tuple[DeviceUse, ...]
     host_memory: Memory
-    """How much of this host's memory each process without a GPU needs; processes without terms are unknown."""
+    """How much of this host's memory each process without a GPU needs; without terms, the amount is unknown."""
     notes: tuple[str, ...]
 
 
@@ -130,7 +130,7 @@ def _indices(it: GpuPlacement) -> tuple[int, ...]:
 
 
 def _asking(prepared: Prepared) -> list[Coroutine[Any, Any, PlannedProcess]]:
-    """Return one call for each running server, of the run or of a teacher, that asks whether it can take part."""
+    """Return a call for each running server of the run or of a teacher, which asks whether the server can take part."""
     config = prepared.config
 
     async def server(endpoint: InferenceEndpoint) -> str:
@@ -149,7 +149,7 @@ def _asking(prepared: Prepared) -> list[Coroutine[Any, Any, PlannedProcess]]:
 
 
 async def _ask(url: str, what: str, check: Callable[[InferenceEndpoint], Awaitable[str]]) -> PlannedProcess:
-    """Return a running server, with the abilities that ``check`` reports or the reason why it cannot take part."""
+    """Return a running server with the abilities that ``check`` reports, or the reason why it cannot take part."""
     endpoint = connect_endpoint(url, token=os.environ.get(TOKEN_VARIABLE), control_timeout_s=_ASK_S)
     try:
         async with asyncio.timeout(_ASK_S):

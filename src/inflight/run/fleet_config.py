@@ -19,27 +19,28 @@ class ServerGroupSection(Section):
     """The settings of ``count`` servers of one kind."""
 
     engine: str = EMBEDDED
-    """``embedded``, or another entry point in the group ``inflight.engines``."""
+    """The engine: ``embedded``, or another entry point in the group ``inflight.engines``."""
     count: int = Field(default=1, ge=1)
     """The number of servers to start."""
     python: Path | None = None
-    """The Python interpreter of the engine's virtual environment. None: the interpreter of the run."""
+    """The Python interpreter of the engine's virtual environment. If not set, that of the run is used."""
     engine_arguments: tuple[str, ...] = ()
     """Additional arguments for the command line of the engine's own server."""
     devices: tuple[NonNegativeInt, ...] | None = None
-    """The indices of the GPUs of all these servers, server by server: ``count`` times as many as one server uses. None:
-    any free GPUs."""
+    """The indices of the GPUs of all these servers, server by server: ``count`` times as many as one server uses. If
+    not set, they use any free GPUs.
+    """
     max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
-    """Number of completions that a server decodes concurrently, and that the run sends it concurrently.
+    """How many completions the run sends to a server, and the server decodes, at the same time.
 
-    In ``servers`` it also applies to servers that are attached to or join, and to the tables of a fleet that do not set
-    it.
+    In ``servers``, this also applies to attached and joining servers, and to the tables of a fleet that do not set it.
     """
     compile: bool = False
     """Compile the decode step and, on a GPU, capture CUDA graphs. The engine must support this option."""
     place: str | None = None
     """Where these servers run, in the terms of the launcher. With ``ray``, this is the address of a host or the name of
-    a custom resource of hosts. None: anywhere."""
+    a custom resource of hosts. If not set, they run anywhere.
+    """
 
     @property
     def kind(self) -> EngineKind:
@@ -61,18 +62,19 @@ class TlsSection(Section):
     """PEM files with which the run serves HTTPS to servers that join."""
 
     certificate: Path
-    """The certificate of the address of ``join``."""
+    """The certificate for the address in ``join``."""
     key: Path
-    """Its key, without a passphrase."""
+    """The key of the certificate, without a passphrase."""
     client_ca: Path | None = None
-    """Answer only servers that present a certificate that one of these signed."""
+    """Certificate authorities. If set, the run answers only servers with a certificate that one of them has signed."""
 
 
 class AttachSection(Section):
     """Servers that the run does not start: listed by URL, listed in a file, or joining on their own."""
 
     urls: tuple[str, ...] = ()
-    """URLs of the servers to attach to; if any are set, the run starts none. INFLIGHT_TOKEN sets the control token.
+    """URLs of the servers to attach to; if any are set, the run starts no servers. INFLIGHT_TOKEN sets the control
+    token.
 
     Use ``http://...`` for a server of inflight, and ``vllm+http://...`` or ``sglang+http://...`` for a server of the
     engine itself.
@@ -85,10 +87,11 @@ class AttachSection(Section):
     starts none.
     """
     join: str | None = None
-    """HOST:PORT where the run listens for servers that join and leave on their own (``inflight serve --join``). These
-    are in addition to the other servers. If only ``join`` is set, the run starts none."""
+    """HOST:PORT at which the run listens for servers that join and leave on their own (``inflight serve --join``).
+    These are in addition to the other servers. If only ``join`` is set, the run starts none.
+    """
     tls: TlsSection | None = None
-    """Listen for them with HTTPS. Clients read the certificates that they trust from ``$INFLIGHT_TLS_CA``."""
+    """Serve HTTPS at ``join``. Clients read the certificates that they trust from ``$INFLIGHT_TLS_CA``."""
 
     @property
     def others_may_come(self) -> bool:
@@ -100,7 +103,7 @@ class ScalingSection(Section):
     """Servers that the run starts and stops as needed, in addition to the others. They join at ``attach.join``."""
 
     most: int = Field(ge=1)
-    """The largest number of additional servers."""
+    """The maximum number of additional servers."""
     window_s: float = Field(default=30.0, gt=0)
     """The fleet changes by at most one server after each window of this length."""
     wait_share: float = Field(default=0.3, ge=0, lt=1)
@@ -128,12 +131,13 @@ class ServersSection(ServerGroupSection):
     single kind."""
     attach: AttachSection = AttachSection()
     scaling: ScalingSection | None = None
-    """Start more servers when training waits for samples, and stop them when slots are free. None: the fleet keeps its
-    size."""
+    """Start more servers when training waits for samples, and stop them when slots are free. If not set, the fleet
+    keeps its size.
+    """
     threads: int = Field(default=1, ge=1)
     """Number of CPU threads of each server that the run starts."""
     device: str | None = None
-    """Device of all servers that the run starts: ``cpu`` or ``cuda``. None: GPUs if there are any."""
+    """Device of all servers that the run starts: ``cpu`` or ``cuda``. If not set, they use GPUs if there are any."""
     drafts: Literal["off", "history", "siblings", "both"] = "off"
     """Speculative decoding without a draft model, on servers that the run starts: draft from earlier groups of the same
     prompt (``history``), from completions of the same group (``siblings``), or from both. Drafts do not change what is
@@ -146,7 +150,8 @@ class ServersSection(ServerGroupSection):
     This requires ``run.mode = "conventional"``."""
     lease_s: float = Field(default=0.0, ge=0)
     """How long the servers that the run started keep running if the run is killed. ``--resume`` reuses them within this
-    time. 0: they end with the run. Other values require launcher ``local``."""
+    time. With 0, they end with the run; other values require launcher ``local``.
+    """
 
     @property
     def members(self) -> tuple[ServerGroupSection, ...]:
@@ -174,7 +179,7 @@ class ServersSection(ServerGroupSection):
 
     @property
     def slots_of_joining(self) -> int:
-        """The largest number of slots of a server that joins on its own."""
+        """The maximum number of slots of a server that joins on its own."""
         return max(self.max_concurrent, 0 if self.scaling is None else self.scaling.server.max_concurrent)
 
     @property
@@ -188,7 +193,7 @@ class ServersSection(ServerGroupSection):
     def _chooses_once_what_to_start(self) -> Self:
         alike = [name for name in _OF_ONE_KIND if name in self.model_fields_set]
         if self.fleet and alike:
-            raise ValueError(f"servers.fleet replaces servers.{alike[0]}: write it in the fleet's tables")
+            raise ValueError(f"servers.fleet replaces servers.{alike[0]}: set it in the fleet's tables")
         started = [name for name in ("fleet", "engine", "devices") if name in self.model_fields_set]
         if self.attach.urls and started:
             raise ValueError(
@@ -201,9 +206,7 @@ class ServersSection(ServerGroupSection):
     def _scaled_servers_can_join(self) -> Self:
         if self.scaling is not None:
             if self.attach.join is None:
-                raise ValueError(
-                    "servers.scaling needs servers.attach.join, HOST:PORT where the servers that it starts join"
-                )
+                raise ValueError("servers.scaling needs servers.attach.join, the HOST:PORT at which its servers join")
             if self.lease_s:
                 raise ValueError("servers.scaling starts servers that end with the run: leave out servers.lease_s")
             if self.release_memory:

@@ -17,14 +17,14 @@ class Interrupted(Exception):  # noqa: N818 - a request, not an error
 
 
 class Interrupt:
-    """Turns signals that ask the run to end into a state. ``note`` shows a line; ``kill`` ends the run's processes."""
+    """Records whether signals have asked the run to end. ``note`` shows a line; ``kill`` ends the run's processes."""
 
     def __init__(self, note: Callable[[str], None], kill: Callable[[], None]) -> None:
         self._note = note
         self._kill = kill
         self._event = asyncio.Event()
         self.is_immediate = False
-        """Whether the user has asked twice, and the run's processes were killed."""
+        """Whether the user has asked twice, so that the run's processes were killed."""
 
     def listen(self) -> None:
         """Handle the signals in the running event loop. ``nohup`` keeps its effect."""

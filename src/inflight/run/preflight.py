@@ -211,7 +211,7 @@ def _longest_sequence(config: RunConfig, model: ModelFiles) -> int:
 
 
 def _check_teachers(config: RunConfig, task: Task | Environment, model: ModelFiles, machine: Machine) -> None:
-    """Raise `ConfigError` unless the loss uses the teachers and each task has one with the vocabulary of the model."""
+    """Raise `ConfigError` unless the loss uses the teachers and each task has a teacher with the model's vocabulary."""
     distillation, tasks = config.distillation, task_names(task)
     taught = config.loss.policy_loss().needs & {"teacher_logprobs", "teacher_top"}
     if not distillation.teachers:
@@ -290,7 +290,7 @@ def _check_launcher(config: RunConfig, hosts: Hosts) -> None:
 
 
 def _addresses(config: RunConfig, hosts: Hosts) -> list[tuple[str, int, str]]:
-    """Return the host and port of each address at which the run listens, with a remedy in case it is taken."""
+    """Return the host and port of each address at which the run listens, with a remedy in case the address is taken."""
     found = []
     if (port := config.run.metrics_port) is not None:
         found.append(("127.0.0.1", port, "choose another run.metrics_port, or 0 for any"))

@@ -228,8 +228,8 @@ class _Run:
     async def run(self, *, may_restart: bool, is_first: bool) -> int | None:
         """Start everything, train, stop everything and write the summary, even after a failure.
 
-        Returns None if a rank was lost and ``may_restart`` is set; only the servers keep running then. The first
-        incarnation does not restart before it has trained a step.
+        Returns None if a rank was lost and ``may_restart`` is set; in that case only the servers keep running. The
+        first incarnation does not restart before it has trained a step.
         """
         self.interrupt.listen()
         waiting = self.notes.show_what_is_waited_for()

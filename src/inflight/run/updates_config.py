@@ -33,10 +33,11 @@ class UpdatesSection(Section):
     directory: Path | None = None
     """Where the transport ``file`` stores weights: a path that the trainer and every server can read."""
     deadline_s: float | None = Field(default=None, gt=0)
-    """How long a publish may take. None: 60 s plus the time for moving the weights at 0.5 GB/s."""
+    """How long a publish may take. If not set, 60 s plus the time to move the weights at 0.5 GB/s."""
     quorum: int | None = Field(default=None, ge=1)
-    """How many servers must hold each version; with fewer, the run waits. None: all that can be reached, but at least
-    one."""
+    """How many servers must hold each version; with fewer, the run waits. If not set, all that can be reached must hold
+    it, but at least one.
+    """
     encoding: Rounding = "raw"
     """``bfloat16`` and ``float8`` round the weights in transit, so that fewer bytes are sent. ``raw`` sends them
     exactly."""

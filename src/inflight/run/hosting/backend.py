@@ -29,7 +29,7 @@ _MAX_FAILURES = 3
 
 
 class HostedBackend(Backend):
-    """Starts servers when it is entered, and ranks when a model is created."""
+    """Starts servers when `running` is entered, and ranks when a model is created."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class HostedBackend(Backend):
             await finish_all(*(server.stop() for server in servers))
 
     async def _keep_running(self, server: ServerProcess) -> None:
-        """Restart a server whenever its process ends. Raises `EndpointError` if it cannot be started several times."""
+        """Restart a server whenever its process ends. Raises `EndpointError` if it fails to start several times."""
         backoff, num_failures = Backoff(_RESTART_PAUSE_S, _MAX_PAUSE_S), 0
         while True:
             await server.process.wait()

@@ -31,7 +31,7 @@ class _Sampler:
     weights: Weights | None = field(default_factory=BaseWeights)
     """The weights that the server serves; None while it switches, and after a failed switch."""
     base_is: Weights = field(default_factory=BaseWeights)
-    """The last complete weights: a LoRA is added to these."""
+    """The last full weights that were sent to the server; a LoRA is added to these."""
     last_publisher: object = None
     num_readers: int = 0
     is_switching: bool = False
@@ -42,11 +42,11 @@ class _Sampler:
 
 
 class SamplerPool:
-    """The servers of one base model. Belongs to one event loop.
+    """The servers of one base model. Use it in one event loop only.
 
-    A request uses the server that has its weights. If there is none, an idle server switches to these weights: it
-    receives a checkpoint, or the weights of the model in training. With fewer servers than sets of weights, requests
-    therefore wait for one another.
+    A request uses a server that has the weights that it asks for. If there is none, an idle server switches to these
+    weights: it receives a checkpoint, or the weights of the model in training. If there are fewer servers than sets of
+    weights, requests therefore wait for one another.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SamplerPool:
     async def publish(self, model_id: str, training: HostedTraining) -> int:
         """Send the weights of a model in training to the servers that serve it, or to one that switches to it.
 
-        Generations that run there continue. Return the version.
+        Completions that are running there continue. Returns the version.
         """
         weights = TrainingWeights(model_id)
         async with training.sending:
@@ -119,7 +119,7 @@ class SamplerPool:
                 sampler.is_lost, sampler.weights = True, None
 
     async def replace(self, url: str, new_url: str, endpoint: InferenceEndpoint) -> None:
-        """Replace a lost server by its restarted process, which serves the base model."""
+        """Replace a lost server with its restarted process, which serves the base model."""
         for i, sampler in enumerate(self._samplers):
             if sampler.url == url and sampler.is_lost:
                 await self._close(sampler)

@@ -36,7 +36,9 @@ class HostedTraining(Training):
         self.trainers = trainers
         self.is_lora = is_lora
         self.sending = asyncio.Lock()
-        """Held while servers receive weights, so that a publish does not miss a server about to receive older ones."""
+        """Held while servers receive weights, so that a publish does not miss a server that is about to receive older
+        ones.
+        """
         self._failure: WorkerDiedError | None = None
         self._owner = TaskOwner()
         self._publish = publish

@@ -17,14 +17,17 @@ _UNITS = {"GiB": 1 << 30, "GB": 10**9}
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU. ``index`` counts those that the run may use, as torch in the run's own process would."""
+    """One GPU.
+
+    ``index`` is its number among the GPUs that the run may use, as torch in the run's process would count.
+    """
 
     index: int
     uuid: str
     memory_bytes: int
     """0 if unknown."""
     word: str = ""
-    """Its name in CUDA_VISIBLE_DEVICES; if empty, the index is used."""
+    """The GPU's name in CUDA_VISIBLE_DEVICES; if empty, the index is used."""
 
     @property
     def cuda_name(self) -> str:

@@ -16,7 +16,7 @@ from inflight.run.machines.server_specs import server_spec
 
 
 def plan_of(config: RunConfig, path: Path, overrides: Sequence[str] = ()) -> JobPlan:
-    """Return the processes of the run that a file and overrides describe, with what each needs to find the others.
+    """Return the processes of the run that a file and overrides describe, and what each needs to find the others.
 
     Processes use GPUs unless the configuration specifies ``cpu``. Raises `ConfigError` for settings that apply to a
     single machine only.

@@ -3,7 +3,8 @@
 The estimates are computed from ``config.json``, tensor shapes and settings. The worker kind reports what a trainer
 needs: see `inflight.contracts.WorkerKind.memory`.
 
-Each server needs:
+Each server needs, where c is the size of an element of ``model.dtype`` in bytes, and the cache stores K key-value heads
+of dimension D:
 
 - weights: c times all elements, over the GPUs that share a copy
 - KV cache (embedded engine): its limit, which is ``max_concurrent`` sequences of the whole context at 2 c K D bytes per
@@ -57,9 +58,7 @@ Memory = Mapping[str, tuple[MemoryTerm, ...]]
 def trainer_terms(config: RunConfig, base: MemoryTerm) -> tuple[MemoryTerm, ...]:
     """Return the memory that the largest rank needs on its GPU or host, plus ``base``.
 
-    The result is empty if the worker kind does not report it.
-
-    Raises `ConfigError`.
+    The result is empty if the worker kind does not report it. Raises `ConfigError`.
     """
     terms = load_worker_kind(config.train.trainer).memory(worker_settings(config), training_load(config))
     if terms is None:
@@ -193,7 +192,7 @@ def device_uses(devices: Sequence[Device], placement: Placement, memory: Memory)
 
 
 def check_fits(uses: Sequence[DeviceUse], memory: Memory) -> None:
-    """Raise a `ConfigError` that states how much and what would help, if a device has too little memory."""
+    """Raise a `ConfigError` if a device has too little memory; it states how much is missing and what would help."""
     for use in uses:
         if use.memory_bytes and use.needed_bytes > use.memory_bytes:
             raise ConfigError(_shortage(use, memory))

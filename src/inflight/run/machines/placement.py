@@ -19,7 +19,7 @@ from inflight.run.machines.devices import Device
 
 @dataclass(frozen=True, slots=True)
 class GpuPlacement:
-    """One process of a run and its GPUs; there are none if it computes on the CPU."""
+    """One process of a run and its GPUs; it has none if it computes on the CPU."""
 
     name: str
     role: Literal["trainer", "server"]
@@ -87,7 +87,7 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
     for member in servers.members:
         if member.devices is not None and not wants_gpu(servers.device):
             raise ConfigError(
-                f"servers.devices names GPUs, but the servers compute on {servers.device!r}: leave one out"
+                f"servers.devices names GPUs, but the servers compute on {servers.device!r}: omit the devices, or change servers.device"
             )
         num_devices = gpu_use(member).num_gpus if devices and wants_gpu(servers.device) else 0
         for explicit in _server_devices(member, num_devices):
@@ -150,7 +150,7 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
 
 
 def server_name(index: int, member: ServerGroupSection) -> str:
-    """Return the name of a server that a run starts; it includes an engine that is a separate process."""
+    """Return the name of a server that a run starts; it includes the engine if that is a separate process."""
     return f"server-{index}" if member.kind.runs_in_process else f"server-{index}-{member.engine}"
 
 
@@ -160,7 +160,7 @@ def gpu_use(member: ServerGroupSection) -> GpuUse:
 
 
 def wants_gpu(device: str | None) -> bool:
-    """Return whether a process for this configured device computes on a GPU if there is one."""
+    """Return whether a process with this configured device computes on a GPU if there is one."""
     return device is None or device.startswith("cuda")
 
 
@@ -188,7 +188,7 @@ def _trainer_devices(config: RunConfig) -> list[tuple[int, ...]]:
         return [()] * train.num_ranks
     if not wants_gpu(config.train.device):
         raise ConfigError(
-            f"train.devices names GPUs, but the trainers compute on {config.train.device!r}: leave one out"
+            f"train.devices names GPUs, but the trainers compute on {config.train.device!r}: omit the devices, or change train.device"
         )
     if len(train.devices) != train.num_ranks:
         raise ConfigError(

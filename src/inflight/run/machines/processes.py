@@ -77,7 +77,7 @@ class ServerProcess(Process):
     launcher: Launcher
     url: str = ""
     is_ready: bool = False
-    """Seconds since the server was last started."""
+    """Whether the server has reported its address since it was last started."""
     is_leased: bool = False
     """Whether the server keeps running when its standard input is closed."""
     has_served: bool = False
@@ -97,7 +97,7 @@ class ServerProcess(Process):
     async def restart(self, timeout_s: float, *, same_port: bool) -> None:
         """Restart the server after its process has ended, and wait until it is ready; ``url`` is then its new address.
 
-        Raises `ConfigError` with the end of its log if it does not become ready; the process has ended then.
+        If it does not become ready, its process is ended and `ConfigError` is raised, with the end of its log.
         """
         await Process.stop(self)  # it may be restarted on another host
         port = urlsplit(self.url).port if same_port and self.url else 0
@@ -107,7 +107,9 @@ class ServerProcess(Process):
         await self.wait_until_ready(timeout_s)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return once the server answers at ``url``. Raises `ConfigError` with the end of its log once it has ended."""
+        """Return once the server answers at ``url``. Raises `ConfigError` with the end of its log if it ends before
+        that.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 await _wait_for_url(self)
@@ -154,7 +156,7 @@ async def start_servers(
 ) -> list[ServerProcess]:
     """Start all servers together and wait until they are ready. With ``pull``, they load stored versions.
 
-    Raises `ConfigError` with the end of a server's log; no server is left running then.
+    If a server does not become ready, all are stopped and `ConfigError` is raised, with the end of its log.
     """
     timeout_s = config.run.start_timeout_s
     servers: dict[str, ServerProcess] = {}
@@ -196,7 +198,7 @@ async def start_joining_server(
 ) -> ServerProcess:
     """Start a server that joins the run at the URL ``at``, and wait until it is ready.
 
-    Raises `ConfigError` with the end of its log; the server is not left running then.
+    If it does not become ready, it is stopped and `ConfigError` is raised, with the end of its log.
     """
     spec = replace(_spec(config, member, directory, place.name), joining=JoinOptions(at))
     program = _program(config, spec, member, directory, token, place)
@@ -214,7 +216,7 @@ async def _launch_or_reuse(
     timeout_s: float,
     process: Launched | None,
 ) -> ServerProcess:
-    """Return the server of a given process, or start a new one."""
+    """Return the server of a process that is already running, or else start one."""
     if process is None:
         (process,) = await launcher.start([program], timeout_s)
     stop_s = STOP_S if member.kind.runs_in_process else _STOP_ENGINE_S
@@ -267,7 +269,7 @@ def _command(spec: ServerSpec, port: int) -> list[str]:
 
 
 async def _wait_for_url(server: ServerProcess) -> None:
-    """Return once a server has reported its address. Raises `ConfigError` if its process ends before."""
+    """Return once a server has reported its address. Raises `ConfigError` if its process ends before that."""
     while (text := await server.process.ready()) is None:
         if server.process.ended is not None:
             raise ConfigError(server.how_it_ended())

@@ -74,7 +74,9 @@ class RunChannel:
             raise WorkerDiedError(f"the connection to trainer rank {self._rank} is lost: {error}") from error
 
     async def receive(self) -> Reply:
-        """Wait for the next reply. Raises `TrainerError` for any other message, `WorkerDiedError` for tensors."""
+        """Wait for the next reply. Raises `TrainerError` if the message is no reply, and `WorkerDiedError` if it has
+        tensors.
+        """
         try:
             head, payload = _split(await self._stream.receive(_MAX_FRAME_BYTES))
         except ChannelError as error:

@@ -51,14 +51,14 @@ _ANSWER_S = 10.0
 _STOP_AFTER_FAILURE_S = 2.0
 """How long ranks may take to end once a rank has failed: the others may be waiting for it in a collective."""
 _GRACE_S = 2.0
-"""How long to wait for the cause after a rank reports that it lost another one."""
+"""How long to wait for the cause after a rank reports that it has lost another rank."""
 _TOGETHER_S = 0.2
 """How long to wait for errors of other ranks that fail at the same time."""
 
 
 @dataclass(eq=False)
 class TrainerGroup:
-    """All ranks of one run. Every call asks all of them and raises the error of a rank that fails."""
+    """All ranks of one run. Every call sends a request to all ranks, and raises the error of a rank that fails."""
 
     config: RunConfig
     logs: Path
@@ -72,7 +72,7 @@ class TrainerGroup:
     launcher: Launcher = field(default_factory=LocalLauncher)
     ranks: Sequence[Rank] = ()
     data_ranks: Sequence[int] = ()
-    """The share of each step's data that each rank computes, once the model is loaded."""
+    """The share of each step's data that each rank computes; known once the model is loaded."""
     ready: Ready | None = None
     """Rank 0's answer once the model is loaded."""
     shares_prefixes: bool = False
@@ -94,12 +94,12 @@ class TrainerGroup:
 
     @property
     def num_shares(self) -> int:
-        """The number of shares of the data. One or several ranks compute each share."""
+        """The number of shares of the data. Each share is computed by one or several ranks."""
         return max(self.data_ranks) + 1
 
     @property
     def packing(self) -> Packing:
-        """How the data of each step is divided, once the model is loaded."""
+        """How the data of each step is divided; known once the model is loaded."""
         return Packing(self.config.train.max_tokens_per_micro_batch, self.num_shares, self.shares_prefixes)
 
     async def load_and_connect(self, members: Members | None, run_id: str, checkpoint: Path | None) -> Ready:
@@ -122,7 +122,7 @@ class TrainerGroup:
         return answers[0]
 
     async def _wait_for_ranks(self) -> str:
-        """Wait until every rank has connected; return the address of rank 0 for the others."""
+        """Wait until every rank has connected; return the address at which the others reach rank 0."""
         timeout_s = self.config.run.start_timeout_s
         async with self._in_turn():
             return (await _all_of(self.ranks, [_rendezvous_of(rank) for rank in self.ranks], timeout_s))[0]
@@ -130,7 +130,7 @@ class TrainerGroup:
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
         """Take one optimizer step on the frame of each share; return every rank's answer.
 
-        If several ranks compute a share together, only the first answers with metrics and logprobs.
+        If several ranks compute a share together, only the answer of the first has metrics and logprobs.
         """
         answers = await self._ask([frames[share] for share in self.data_ranks], Trained, self.limits.step_s)
         firsts = {share: rank for rank, share in reversed(list(enumerate(self.data_ranks)))}
@@ -164,9 +164,9 @@ class TrainerGroup:
         return await self._ask_alike(FinishSave(), self.limits.save_s + _ANSWER_S)
 
     async def watch(self) -> None:
-        """Wait for a rank to end, and for a request in progress.
+        """Wait until a rank has ended and no request is in progress; then raise `WorkerDiedError`.
 
-        Raises `WorkerDiedError` with the end of the rank's log.
+        The error contains the end of the rank's log.
         """
         number, _ = await any_of(*(rank.process.wait() for rank in self.ranks))
         async with self._asking:
@@ -217,7 +217,7 @@ class TrainerGroup:
     async def step(self, settings: AdamSettings) -> Stepped:
         """Take an optimizer step with these settings.
 
-        Raises `TrainerError` and `NonFiniteError` as `TrainerWorker.step` does, after which training continues.
+        Raises `TrainerError` and `NonFiniteError` as `TrainerWorker.step` does; training can continue after either.
         """
         frame = encode(OptimizerStep(settings=asdict(settings)))
         return (await self._ask([frame] * len(self.ranks), Stepped, self.limits.step_s))[0]
@@ -229,7 +229,7 @@ class TrainerGroup:
     async def publish_as(self, urls: Sequence[str], version: int, *, regroup: bool) -> None:
         """Publish the current weights to servers under this version.
 
-        Raises `PublishError` if one of them did not apply it; the ranks may be asked again.
+        Raises `PublishError` if a server did not apply it; the ranks still accept requests afterwards.
         """
         await self._ask_alike(PublishAs(urls=tuple(urls), version=version, regroup=regroup), self.limits.step_s)
 
@@ -248,10 +248,10 @@ class _RankError(Exception):
 async def _all_of(ranks: Sequence[Rank], calls: Iterable[Coroutine[Any, Any, T]], timeout_s: float) -> list[T]:
     """Return every rank's answer to its call.
 
-    The first rank that dies or answers with an error ends the wait for all. Raises `WorkerDiedError` with the end of a
-    dead rank's log, or a rank's error, with the rank's name unless all ranks report the same error. A rank that only
-    lost its connection to another counts as the cause if no other cause shows within two seconds. Ranks must not be
-    asked again after a failure.
+    The first rank that dies or answers with an error ends the wait for all ranks. Raises `WorkerDiedError` with the end
+    of a dead rank's log, or the error of a rank; the error names the rank unless all ranks report the same one. A rank
+    that has merely lost its connection to another counts as the cause only if no other cause appears within two
+    seconds. After a failure, send no more requests to the ranks.
     """
     asking = [start(call) for call in calls]
     try:
@@ -325,7 +325,7 @@ async def _how_it_ended(rank: Rank) -> str:
 
 
 async def _failures(asking: Sequence[asyncio.Future[T]]) -> list[_RankError]:
-    """Return the failures of the ranks, after waiting a short while for the cause to be among them."""
+    """Return the failures of the ranks, after a short wait that lets the cause appear among them."""
     started = time.monotonic()
     while True:
         failures, waiting = [], [task for task in asking if not task.done()]
@@ -342,7 +342,7 @@ async def _failures(asking: Sequence[asyncio.Future[T]]) -> list[_RankError]:
 
 
 def _with_rank_name(cause: _RankError, failures: Sequence[_RankError], num_ranks: int) -> InflightError:
-    """Return a rank's error with the rank's name added, unless all ranks report the same error or it names a rank."""
+    """Return a rank's error, with the rank's name added unless all ranks report the same error or it names a rank."""
     text, name = str(cause.error), cause.rank.name
     all_say_so = len(failures) == num_ranks and len({str(failure.error) for failure in failures}) == 1
     if all_say_so or name in text or text.startswith("rank "):

@@ -54,7 +54,7 @@ class HostedRank:
     def answer(
         self, request: Accumulate | OptimizerStep | Load | PublishAs, tensors: Mapping[str, torch.Tensor]
     ) -> RankAnswer:
-        """Execute a request; an error that changed nothing is answered as a refusal."""
+        """Execute a request; an error that changed nothing is returned as a refusal in the answer."""
         version = self._worker.version
         match request:
             case Accumulate():

@@ -43,7 +43,7 @@ class Message(BaseModel):
 
 
 class Members(Message):
-    """The servers that a publish is for."""
+    """The servers that a publish updates."""
 
     urls: tuple[str, ...] = ()
     ask_all: bool = False
@@ -75,7 +75,7 @@ class Train(Message):
     segment_lengths: tuple[tuple[int, ...], ...]
     """Segment lengths of each micro-batch."""
     num_groups: int
-    """Number in the whole step, like ``num_sequences``."""
+    """The number of groups in the whole step; ``num_sequences`` also covers the whole step."""
     num_sequences: int
     publish: Members | None
     """None if the new version is not published."""
@@ -184,7 +184,7 @@ class PublishResult(Message):
 
     @property
     def removed(self) -> tuple[str, ...]:
-        """Names of the members that do not hold it."""
+        """Names of the members that do not hold the version."""
         return tuple(name for name in self.states if name not in self.endpoints)
 
     def event_fields(self) -> dict[str, Any]:
@@ -251,8 +251,8 @@ class RankAnswer(Message):
     notes: tuple[str, ...] = ()
     """Messages for the user since the last answer: warnings of lost precision, and log messages of the worker."""
     refusal: tuple[str, str] | None = None
-    """The code and message of an error that every rank raised and that changed nothing, so the ranks may be asked
-    again.
+    """The code and message of an error that every rank raised and that changed nothing, so the ranks accept further
+    requests.
     """
 
 
@@ -287,7 +287,7 @@ class Accumulated(RankAnswer):
 
 
 class Stepped(RankAnswer):
-    """An optimizer step is complete, unless it is a refusal."""
+    """An optimizer step is complete, unless this answer is a refusal."""
 
     type: Literal["stepped"] = "stepped"
     gradient_norm: float = 0.0
@@ -330,7 +330,9 @@ def tensors_of(batches: Iterable[MicroBatch]) -> dict[str, torch.Tensor]:
 
 
 def micro_batches_of(segment_lengths: Sequence[Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
-    """Return the micro-batches whose tensors `tensors_of` returned. Raises `TrainerError` if the tensors do not fit."""
+    """Return the micro-batches whose tensors `tensors_of` returned. Raises `TrainerError` if they do not form
+    micro-batches.
+    """
     parts: list[dict[str, Any]] = [{"segment_lengths": tuple(lengths)} for lengths in segment_lengths]
     try:
         for key, tensor in tensors.items():

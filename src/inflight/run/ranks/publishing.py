@@ -124,7 +124,11 @@ class PullPublishing(Publishing):
         self._incarnation = newest_incarnation(self._directory, run_id) + 1
 
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
-        """Raises `FencedError` if a later incarnation has stored a version; servers refuse older incarnations."""
+        """Store the current version.
+
+        Raises `FencedError` if a later incarnation has stored a version, because servers refuse those of earlier
+        incarnations.
+        """
         started = unix_time()
         newest = newest_incarnation(self._directory, self._run_id)
         report = store_weights(

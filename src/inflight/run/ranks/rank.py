@@ -142,8 +142,8 @@ class TrainerRank:
             isinstance(worker, TargetScoringWorker) and worker.scores_target_ids
         ):
             raise ConfigError(
-                f"the loss compares the likeliest tokens of the teachers, but worker {name!r} does not score other "
-                "tokens than those of the batch: choose a loss such as 'opd'"
+                f"the loss compares the likeliest tokens of the teachers, but worker {name!r} cannot score any "
+                "tokens but those of the batch: choose a loss such as 'opd'"
             )
         if start.checkpoint is not None:
             self._begin(f"loading {start.checkpoint}")
@@ -162,7 +162,7 @@ class TrainerRank:
             self._publishing.close()
 
     def answer(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> RankAnswer:
-        """Execute a request of the run. After an error, the rank must not be asked again."""
+        """Execute a request of the run. After an error, the rank must not receive further requests."""
         answer = self._answer(request, tensors)
         if self._shares_memory:
             torch.cuda.empty_cache()  # otherwise torch keeps freed memory that the servers now need
@@ -202,7 +202,7 @@ class TrainerRank:
     # --------------------------------------------------------------------------------------------- one optimizer step
 
     def _train(self, request: Train, batches: Sequence[MicroBatch]) -> Trained:
-        """Run forward and backward over the micro-batches, take one optimizer step, and publish if asked."""
+        """Run forward and backward over the micro-batches, take one optimizer step, and publish if requested."""
         started = unix_time()
         number = f"step {self._worker.version + 1}"
         self._begin(f"counting the targets of {number}")
@@ -242,12 +242,12 @@ class TrainerRank:
 
     def _forward_backward(self, batch: MicroBatch, plan: LossPlan, number: str) -> tuple[LossOutput, torch.Tensor]:
         """Return the loss and the trainer logprobs of a micro-batch, once its gradient is accumulated."""
-        self._begin(f"running the forward of {number}")
+        self._begin(f"running the forward pass of {number}")
         logprobs_T, student_top_TK = self._logprobs(batch)
         output = self._loss(batch, logprobs_T, plan, student_top_TK=student_top_TK)
         if not torch.isfinite(output.loss):
             raise NonFiniteError(f"the loss of {number} is {output.loss.item()}; the last checkpoint is intact")
-        self._begin(f"running the backward of {number}")
+        self._begin(f"running the backward pass of {number}")
         self._worker.backward(output.loss)
         return output, logprobs_T
 
@@ -330,7 +330,7 @@ def prepare_step(
 def answer_requests(channel: WorkerChannel, notes: list[str], hosted: Any) -> None:
     """Answer requests until the run ends. Each answer carries ``notes``, which is then cleared.
 
-    ``hosted`` is the store that this rank hosts for the others, None on all but rank 0.
+    ``hosted`` is the store that rank 0 hosts for the others; None on the other ranks.
 
     An error is reported to the run and ends the loop; errors other than `InflightError` are also raised.
     """
@@ -356,7 +356,7 @@ def answer_requests(channel: WorkerChannel, notes: list[str], hosted: Any) -> No
 
 
 def main() -> None:
-    """Run one rank, as the environment describes it. It ignores SIGINT, which the run handles."""
+    """Run one rank, configured by environment variables. It ignores SIGINT, which the run handles."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     notes: list[str] = []
     warnings.simplefilter("always", PrecisionWarning)

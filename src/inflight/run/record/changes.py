@@ -21,7 +21,7 @@ _MAX_VALUE = 60
 def changed_settings(path: Path, config_json: str) -> dict[str, tuple[Any, Any]]:
     """Return the old and the new value of each setting that differs from the ``config.json`` in a run directory.
 
-    Raises `ConfigError` if the run cannot be continued with the new ones.
+    Raises `ConfigError` if the run cannot be continued with the new values.
     """
     try:
         before = _flat(json.loads((path / _CONFIG).read_text()))

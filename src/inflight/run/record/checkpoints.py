@@ -27,7 +27,10 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 
 
 def checkpoint_path(directory: Path, version: int) -> Path:
-    """Return the directory of the workers' checkpoint of a version; the run's own state is in that path + ``.json``."""
+    """Return the directory of the workers' checkpoint of a version.
+
+    The run's own state is in the file beside it that has the suffix ``.json``.
+    """
     return directory / "checkpoints" / f"version-{version:06d}"
 
 
@@ -83,12 +86,12 @@ def intact_checkpoint(directory: Path, damaged: int | None = None) -> str:
             f"The checkpoint of version {version} is intact: to continue from it, write "
             f'{{"version": {version}}} to {str(directory / "checkpoints" / _LATEST)!r}, and resume'
         )
-    return "No other checkpoint is intact: restore it from a copy, or choose another directory with --run.directory"
+    return "No other checkpoint is intact: restore one from a copy, or choose another directory with --run.directory"
 
 
 @contextlib.contextmanager
 def offer_intact_checkpoint(directory: Path, checkpoint: Path | None) -> Iterator[None]:
-    """Add an older intact checkpoint to the error if the body finds that ``checkpoint`` of a run is damaged."""
+    """If the body finds that the run's ``checkpoint`` is damaged, name an older intact checkpoint in the error."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:

@@ -29,7 +29,7 @@ from inflight.wire import DraftCounts
 _WINDOW = 10
 """The maximum number of steps over which the first and last rewards in the summary are averaged."""
 _SHARE_OF_STEPS = 5
-"""These windows are at most a fifth of the steps, so that they show what was learned."""
+"""Each of these windows has at most a fifth of the steps, so that the difference shows what was learned."""
 
 
 class _Counts(BaseModel):
@@ -72,7 +72,7 @@ def open_journal(
 class Journal:
     """Writes the events of a run and ``summary.json``. ``listeners`` are called with each written event.
 
-    ``version`` is the single source of the last trained version for the loop, checkpoints and publishes.
+    The loop, checkpoints and publishes all read the last trained version from ``version``.
 
     In a resumed run the counters continue from ``state`` as of ``version``, and rows of later steps are removed. A full
     disk raises `CheckpointError`.
@@ -143,11 +143,11 @@ class Journal:
         )
 
     def since(self, at: float) -> float:
-        """Return a wall-clock time in seconds since the run began."""
+        """Convert a wall-clock time to seconds since the run began."""
         return at - self._started
 
     def fleet(self, span: tuple[float, float] | None = None, **facts: Any) -> None:
-        """Write which servers joined, left or changed state."""
+        """Write an event about servers that joined, left or changed state."""
         self.event(events.FleetChanged, span, version=self.version, **facts)
 
     def running(self, num_groups: int) -> None:
@@ -157,7 +157,9 @@ class Journal:
             self.event(events.RunningGroups, num_groups=num_groups)
 
     def trained(self, version: int, ranks: Sequence[tuple[float, float]], items: Sequence[int] = ()) -> None:
-        """Write when each rank began and ended the step that produced ``version``, and the items that it trained on."""
+        """Write when each rank began and ended the step that produced ``version``, and the items that the step trained
+        on.
+        """
         self.version = version
         times = tuple((self.since(start), self.since(end)) for start, end in ranks)
         self.event(events.StepTrained, ranks[0], version=version, ranks=times, items=tuple(items))

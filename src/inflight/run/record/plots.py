@@ -151,7 +151,7 @@ def _text_of(event: dict[str, Any]) -> str:
 
 
 def _histories(events: Iterable[dict[str, Any]]) -> dict[str, list[tuple[float, str | None]]]:
-    """Return the times and states of every server whose state changed; None means that it left."""
+    """Return the times and states of every server whose state changed; None means that the server left."""
     histories: dict[str, list[tuple[float, str | None]]] = {}
     for event in events:
         for name, before, after in event["changes"]:

@@ -46,7 +46,7 @@ class RunRecording:
         self._directory = directory
         self._note = note
         self._sizes: list[int] = []
-        """Bytes of each step so far."""
+        """The size in bytes of each recorded step."""
         self._last = 0
         """The version that the last step produced."""
         self._writer = RecordWriter(directory / RECORD)
@@ -66,7 +66,7 @@ class RunRecording:
         if versions_of(record) != [*range(1, version + 1)]:
             self._note(
                 f"recording: some steps up to version {version} were not recorded, so the record can be read and "
-                "sampled again, but not trained again"
+                "sampled again, but its training cannot be repeated"
             )
         self._manifest = self._manifest.model_copy(update=known)
         await asyncio.to_thread(self._writer.begin, self._manifest)
@@ -118,7 +118,7 @@ class RunRecording:
 
 
 def earlier_incarnations(before: RecordManifest, version: int) -> tuple[EarlierIncarnation, ...]:
-    """Return the incarnations of a run before it is resumed at ``version``, given the manifest of the last one."""
+    """Return the incarnations of a run that is being resumed at ``version``, from the manifest of the last one."""
     incarnations = [it for it in before.earlier if it.until < version]
     last = next((it.config for it in before.earlier if it.until >= version), before.config)
     return (*incarnations, EarlierIncarnation(until=version, config=last or {}))

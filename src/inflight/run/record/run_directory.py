@@ -115,7 +115,7 @@ def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], N
     A run that ended before its first checkpoint starts over, with or without ``resume``. Remaining processes of a
     killed run are killed if they do not end in time. Raises `ConfigError` if another process owns the directory, if it
     contains a run and ``resume`` is false, if it contains none and ``resume`` is true, or if that run cannot be
-    continued with the new settings; it is then unchanged.
+    continued with the new settings; in these cases the directory is unchanged.
     """
     if resume and not (path / "config.json").exists():
         raise ConfigError(f"{str(path)!r} holds no run to resume: start a new run without --resume")
@@ -216,7 +216,7 @@ def _try_lock(lock: int) -> bool:
 
 
 def _orphans(lock: int) -> list[int]:
-    """Return the processes that hold the lock of a run whose controller has ended; none if it runs or is unknown."""
+    """Return the processes that hold the lock of a run whose controller has ended; none if it is running or unknown."""
     owner = _owner(lock)
     if owner is None:
         return []

@@ -18,7 +18,7 @@ from inflight.run.record.checkpoints import checkpoint_path, finish_checkpoint
 from inflight.run.record.recording import RunRecording
 
 _LONGEST_SHARE = 20
-"""Saves that are due by time take at most one part in this many of the run's time."""
+"""Saves that are due by time may take at most one twentieth of the run's time."""
 
 
 @dataclass(slots=True)

@@ -57,7 +57,7 @@ class EndedRequest:
 
 @dataclass(frozen=True, slots=True)
 class FailedEpisode:
-    """An episode that is left out of its group: the kind of failure, and a description."""
+    """An episode that is left out of its group, with the kind of failure and a description."""
 
     item: int
     kind: str
@@ -111,7 +111,7 @@ class Actor:
     teachers: Teachers | None = None
     """The teachers, which score the rollouts of each finished group."""
     run_id: str | None = None
-    """The run whose versions endpoints may sample from; None: any."""
+    """The run whose versions endpoints may sample from; if None, any run."""
     clock: Callable[[], float] = time.monotonic
     making: tuple[int, float] | None = field(default=None, init=False)
     """The item that the task is making, and when it began."""
@@ -156,7 +156,7 @@ class Actor:
         self.carry_out_commands()
 
     def lose(self, name: str, reason: str) -> None:
-        """Give an endpoint no work until `serve` names it again; its requests are sent to other endpoints."""
+        """Give an endpoint no work until `serve` names it again; its requests are sent to other endpoints instead."""
         self.dispatcher.endpoints.lose(name, reason, self.clock())
         self.carry_out_commands()
 
@@ -175,7 +175,8 @@ class Actor:
     async def run(self) -> None:
         """Offer items and send requests until cancelled. Raises `TaskError` if the task or a reward fails.
 
-        Exceptions of ``on_outcome`` propagate. If several calls fail, the others become notes of the first error.
+        Exceptions of ``on_outcome`` propagate. If several calls fail, the later errors are added to the first one as
+        notes.
         """
         failures: Sequence[Exception] = ()
         try:
@@ -233,7 +234,7 @@ class Actor:
     # ----------------------------------------------------------------------------------------------------- commands
 
     def carry_out_commands(self) -> None:
-        """Execute the dispatcher's decisions after a report to it, and let it decide again."""
+        """Execute the dispatcher's commands after a report to it, and let it decide again."""
         while commands := self.dispatcher.take_commands():
             for command in commands:
                 match command:
@@ -351,6 +352,6 @@ class Actor:
 
 
 def seed_of(seed: int, index: int, *parts: int) -> int:
-    """Return a seed for one item of a run, or for a part of the item. It does not depend on the order of items."""
+    """Return a seed for one item of a run, or for a part of the item, independent of the order of items."""
     text = ":".join(map(str, (seed, index, *parts)))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest())

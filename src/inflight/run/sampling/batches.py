@@ -67,7 +67,8 @@ def make_batch(
     discount: float = 1.0,
     critic: TurnCritic | None = None,
 ) -> StepBatch:
-    """Return the batch of finished groups, for a step that starts from ``version``, shaped by ``composer`` if given.
+    """Return the batch of finished groups, for a step that starts from ``version``, shaped by ``composer`` if there is
+    one.
 
     A rollout whose tokens are all too old yields no sample, but denominators that count rollouts still count it. The
     critic, if there is one, learns from the groups after their advantages are computed.
@@ -111,7 +112,7 @@ def frames_of(
     images: ImageProcessor | None = None,
     returns_logprobs: bool = False,
 ) -> list[bytes]:
-    """Return the frame of a request for each share of the data; all have the same number of micro-batches.
+    """Return a request frame for each share of the data; all have the same number of micro-batches.
 
     ``images`` is the processor of a model that accepts images. With ``returns_logprobs``, the answers contain the
     logprobs for `logprobs_of_samples`.
@@ -140,7 +141,7 @@ def logprobs_of_samples(
 ) -> list[Sequence[float]]:
     """Return the trainer logprobs of each sample's completion tokens, from those of each share's micro-batches.
 
-    ``packing`` must be that of `frames_of`, which assigns samples to micro-batches.
+    ``packing`` must be the one passed to `frames_of`, because it assigns samples to micro-batches.
     """
     lengths = [sample.rollout.num_tokens for sample in samples]
     found: list[Sequence[float]] = [()] * len(samples)

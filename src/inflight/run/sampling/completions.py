@@ -28,7 +28,10 @@ def opening_messages(system_prompt: str | None, prompt: str) -> tuple[Message, .
 
 @dataclass(frozen=True)
 class Completions(Work):
-    """``tokenizer`` renders prompts, by its chat template if any, and decodes. A group has ``sampling.n`` members."""
+    """Groups of ``sampling.n`` completions.
+
+    ``tokenizer`` renders prompts, with its chat template if any, and decodes.
+    """
 
     task: Task
     tokenizer: Any
@@ -36,11 +39,11 @@ class Completions(Work):
     max_sequence_tokens: int
     """An item whose prompt and completion together may exceed this length is not used."""
     timeout_s: float
-    """How long an item, or the rewards of one group, may take."""
+    """How long the task may take to make an item, or to compute the rewards of one group."""
     pool: ScoringPool | None = None
-    """Processes that make items and compute rewards. None: one thread for each item and each group."""
+    """Processes that make items and compute rewards. If None, each item and each group has its own thread."""
     routed_experts: bool = False
-    """Whether requests ask which experts computed each token."""
+    """Whether requests ask for the experts that computed each token."""
     system_prompt: str | None = None
 
     is_one_request = True
@@ -119,7 +122,9 @@ class Completions(Work):
         return Completion.model_validate(saved)
 
     async def rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
-        """Compute rewards outside the event loop, which a slow function would block. Raises `TaskError` if it hangs."""
+        """Compute rewards outside the event loop, which a slow function would block. Raises `TaskError` if the function
+        hangs.
+        """
         what = f"the reward of task {self.task.name!r}, item {item.index},"
         if self.pool is not None:
             token_ids = [completion.token_ids for completion in completions]

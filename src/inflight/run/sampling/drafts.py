@@ -1,4 +1,4 @@
-"""Sending finished groups to endpoints, which draft later completions of the same prompts from them."""
+"""Sends finished groups to endpoints, which draft later completions of the same prompts from them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inflight.wire import DraftHistory, PromptHistory
 _MAX_WAITING = 1024
 """Number of groups that may wait to be sent; beyond it, the oldest is dropped."""
 _MAX_TOKENS = 1 << 20
-"""Largest number of tokens in one message, unless a single group has more."""
+"""Maximum number of tokens in one message, unless a single group has more."""
 
 
 class FinishedGroups:
@@ -42,7 +42,7 @@ class FinishedGroups:
     async def send(self, endpoints: Collection[InferenceEndpoint]) -> None:
         """Send groups as they finish to those of ``endpoints`` that support drafts, until cancelled.
 
-        ``endpoints`` may change meanwhile. An endpoint that fails misses its groups and drafts less.
+        ``endpoints`` may change meanwhile. An endpoint that fails misses these groups, and drafts less.
         """
         while True:
             await self._arrived.wait()

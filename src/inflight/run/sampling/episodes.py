@@ -83,7 +83,7 @@ class Episodes(Work):
     proxy: Proxy | None = None
     """Serves the episodes that ask for a URL."""
     routed_experts: bool = False
-    """Whether requests ask which experts computed each token; nothing is then streamed."""
+    """Whether requests ask for the experts that computed each token; if so, nothing is streamed."""
     loop: PlayLoop = field(default_factory=PlayLoop)
     _played: dict[tuple[int, int], _RunningEpisode] = field(default_factory=dict)
     """Episodes in progress, by item and number; those without an endpoint wait for one."""
@@ -112,7 +112,9 @@ class Episodes(Work):
         return None
 
     async def sample(self, endpoint: SamplingEndpoint, order: Order) -> list[Sampled]:
-        """Play an episode, or continue one that has lost its endpoint. Raises like `SamplingEndpoint.sample`.
+        """Play an episode, or continue one that has lost its endpoint.
+
+        Raises the same errors as `SamplingEndpoint.sample`.
 
         An episode that ended just as its endpoint was lost is kept for the next call. An episode that is cancelled
         because another one blocks the shared thread of all episodes is played again in its own thread.

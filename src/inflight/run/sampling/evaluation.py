@@ -95,7 +95,7 @@ class Evaluation:
             self._answers.setdefault(answer.version, []).append(answer)
 
     async def sample(self, endpoints: Iterable[InferenceEndpoint], version: int) -> None:
-        """Answer the items on the first endpoint, unless this version has answered them.
+        """Have the first endpoint answer the items, unless this version has already answered them.
 
         A failure of the endpoint or of the task is shown, and the run continues.
         """

@@ -18,7 +18,7 @@ from inflight.run.sampling.work import Work
 from inflight.wire import SamplingParams
 
 _LOAD_S = 120.0
-"""The least time, in seconds, that the process of a task is given to load it."""
+"""The minimum time limit, in seconds, for a process to load its task."""
 
 
 def check_task(config: RunConfig, task: Task | Environment) -> None:
@@ -27,16 +27,16 @@ def check_task(config: RunConfig, task: Task | Environment) -> None:
     if isinstance(task, Environment):
         for setting in ("reward_processes", "system_prompt", "prompt_template", "answer_pattern"):
             if getattr(config.task, setting) not in (None, 0):
-                raise ConfigError(f"task.{setting} is for tasks, but {name!r} is an environment: leave it out")
+                raise ConfigError(f"task.{setting} is for tasks, but {name!r} is an environment: omit this setting")
         if config.evaluation.num_items:
-            raise ConfigError(f"evaluation.num_items is for tasks, but {name!r} is an environment: leave it out")
+            raise ConfigError(f"evaluation.num_items is for tasks, but {name!r} is an environment: omit this setting")
         return
     for setting, is_set in (
         ("task.extra_episodes", config.task.extra_episodes > 0),
         ("rollouts.credit", config.rollouts.credit != "episode"),
     ):
         if is_set:
-            raise ConfigError(f"{setting} is for environments, but {name!r} is a task: leave it out")
+            raise ConfigError(f"{setting} is for environments, but {name!r} is a task: omit this setting")
 
 
 def check_system_prompt(config: RunConfig, tokenizer: Any) -> None:

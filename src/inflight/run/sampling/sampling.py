@@ -36,7 +36,7 @@ from inflight.types import Group
 from inflight.wire import Completion
 
 _RUN_ID_LENGTH = 128
-"""The number of characters of the run's id in the ids of requests, which are limited."""
+"""How many characters of the run's id the ids of requests contain; the length of these ids is limited."""
 
 
 def _step_rules(config: RunConfig, work: Work) -> StepRules:
@@ -123,7 +123,7 @@ class Sampling:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state` returned; the constructor receives the ledger.
+        """Continue from a state that `state` returned; only the ledger is passed to the constructor instead.
 
         Raises `CheckpointError`. If the scheduler or the staleness policy has changed, it starts from scratch.
         """
@@ -164,7 +164,7 @@ class Sampling:
         )
 
     def _waits_for_the_task(self) -> str:
-        """Return, as text, the calls of the user's code that have not returned yet."""
+        """Return a text about the calls of the user's code that have not returned yet."""
         num_scoring = sum(group.is_scoring for group in self.dispatcher.open.values())
         making = self.actor.making
         return (f", {num_scoring} of them wait for rewards" if num_scoring else "") + (

@@ -57,11 +57,13 @@ class SamplingEndpoint:
     drafted: list[DraftCounts] = field(default_factory=list)
     """Draft counts of answered completions, if the endpoint reports them; shared by the endpoints of an actor."""
     on_idle: Callable[[], None] | None = None
-    """Called once the endpoint is retired and has no running request."""
+    """Called once the endpoint is retired and has no running requests."""
     run_id: str | None = None
-    """The run whose versions it may sample from; None: any."""
+    """The run whose versions the endpoint may sample from; if None, any run."""
     _num_arrived: int = 0
-    """Number of completions whose run had to be checked; ``_num_checked`` of them are known to belong to this run."""
+    """Number of requests whose run had to be checked; the first ``_num_checked`` are known to have used this run's
+    weights.
+    """
     _num_checked: int = 0
     _checking: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -76,7 +78,7 @@ class SamplingEndpoint:
         return self.known_capabilities
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests with their partial completions, if the endpoint supports it. Raises `EndpointError`."""
+        """End requests early, so that they return their partial completions. Raises `EndpointError`."""
         if not isinstance(self.endpoint, AbortingEndpoint):
             raise UnsupportedError(f"{self.name} reports partial_rollouts but has no abort_requests")
         for start in range(0, len(request_ids), MAX_ABORTED):
@@ -102,7 +104,7 @@ class SamplingEndpoint:
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
         """Yield the tokens of one completion as they are sampled. The endpoint must support streaming.
 
-        Closing the iterator ends the request. Raises like `sample`.
+        Closing the iterator ends the request. Raises the same errors as `sample`.
         """
         version = self.version
         if not isinstance(self.endpoint, StreamingEndpoint):
@@ -121,8 +123,9 @@ class SamplingEndpoint:
     async def _check_run(self) -> None:
         """Raise `EndpointError` if tokens that have arrived may come from another run's weights.
 
-        The endpoint is asked after the tokens have arrived, once for all that arrive meanwhile. The trainer never takes
-        an endpoint back from another run, so an endpoint that belongs to this run now also did when it sampled them.
+        The endpoint is asked after the tokens have arrived; one answer covers all tokens that arrived before it was
+        requested. A trainer never takes an endpoint back from another run, so an endpoint that belongs to this run now
+        also belonged to it when it sampled the tokens.
         """
         if self.run_id is None:
             return

@@ -1,4 +1,4 @@
-"""Making items and scoring in separate processes: ``python -m inflight.run.sampling.scoring FD HOW TASK ...``.
+"""Makes and scores items in separate processes: ``python -m inflight.run.sampling.scoring FD HOW TASK ...``.
 
 Code that blocks, or holds the interpreter's lock, would stop the run; a process can be abandoned. Each process
 constructs the task and the same items, and decodes completions. A call consists of its number, the number of an item,
@@ -52,7 +52,7 @@ How = Literal["together", "in turn"]
 
 @dataclass(eq=False)
 class ScoringPool:
-    """Up to ``size`` processes, started when they are needed. Belongs to one event loop.
+    """Up to ``size`` processes, started when they are needed. Use it in one event loop only.
 
     With ``how`` "together" there is one process for all calls.
     """
@@ -85,7 +85,7 @@ class ScoringPool:
     ) -> list[float]:
         """Return the reward of each completion of an item. A process that does not answer in time is killed.
 
-        Raises `TaskError`, also if ``what`` takes too long, not counting the wait for a process.
+        Raises `TaskError`, including when ``what`` takes too long; the wait for a process does not count.
         """
         level = item.metadata.get("level", 0)
         lengths = array("I", map(len, completions))
@@ -163,7 +163,7 @@ class _Process:
         return not self._reading.done()
 
     async def ask(self, request: bytes, what: str) -> dict[str, Any]:
-        """Return the answer of a call. Raises `TaskError` if the process ends."""
+        """Return the answer to a call. Raises `TaskError` if the process ends."""
         self._num_calls += 1
         number = self._num_calls
         self._answers[number] = asyncio.get_running_loop().create_future()
@@ -210,7 +210,7 @@ class _Process:
 
 
 class _Answering:
-    """Answers calls until the run closes its end."""
+    """Answers calls until the run closes its end of the connection."""
 
     def __init__(self, connection: socket.socket, task: Task, tokenizer: Any) -> None:
         self._connection = connection
@@ -218,7 +218,7 @@ class _Answering:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._items: OrderedDict[tuple[int, int], TaskItem] = OrderedDict()
-        """Items that were made and not yet scored, by level and index: a task need not make the same item again."""
+        """Items that were made but not yet scored, by level and index; a task need not make an item twice."""
 
     def answer_calls(self, stream: BinaryIO, how: How) -> None:
         self._send({"call": _READY})

@@ -1,4 +1,4 @@
-"""Teachers: models that score each finished rollout, and that the run neither trains nor samples from."""
+"""Teachers: models that score finished rollouts, and that the run neither trains nor samples from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inflight.types import Rollout, TaskItem, TeacherScores
 from inflight.wire import Needs, ScoreRequest, ScoreResponse
 
 _QUIET_S = 30.0
-"""Seconds without further reports after a report that a teacher fails."""
+"""How long further failures of a teacher are not reported after one has been reported."""
 _MAX_PAUSE_S = 5.0
 """Longest pause between two attempts to score a completion."""
 

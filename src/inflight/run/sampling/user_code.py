@@ -66,7 +66,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def json_of(item: TaskItem) -> dict[str, Any]:
-    """Return an item without the metadata that JSON cannot represent, which stays where its rewards are computed."""
+    """Return an item without the metadata that JSON cannot represent.
+
+    That metadata stays in the process that computes the rewards.
+    """
     kept = {key: value for key, value in item.metadata.items() if isinstance(value, (str, int, float, bool))}
     answer = None if item.answer is None else str(item.answer)
     return {"index": item.index, "prompt": str(item.prompt), "answer": answer, "metadata": kept}

@@ -49,8 +49,8 @@ class SamplingWarnings:
         if reason == "equal rewards":
             why = (
                 f"All completions of the last one have the reward {group.rollouts[0].reward:g}, so there is no "
-                "signal: check whether the task is too hard or too easy for the model, and whether its reward is "
-                "right"
+                "signal: check whether the task is too hard or too easy for the model, and whether its "
+                "reward is correct"
             )
         self._count_drop(why)
 
@@ -84,9 +84,9 @@ class SamplingWarnings:
         if terms is None or law.num_alarms.bit_count() != 1:
             return
         self.note(
-            f"groups are {terms.age:.1f} steps old when they are settled, by their versions, but by Little's law they "
-            f"should be {terms.expected_age:.1f}: {terms.in_flight:.0f} in flight, {terms.queued:.0f} queued and "
-            f"{terms.training:.0f} in training, of which {terms.left:.1f} leave per step; this is alarm "
+            f"groups are {terms.age:.1f} steps old when they are settled, according to their versions, but by Little's "
+            f"law they should be {terms.expected_age:.1f}: {terms.in_flight:.0f} in flight, {terms.queued:.0f} queued "
+            f"and {terms.training:.0f} in training, of which {terms.left:.1f} leave per step; this is alarm "
             f"{law.num_alarms}. If they are older, servers lag behind the trainer; if younger, requests wait "
             "in an engine (lower servers.max_concurrent), or the ledger has groups that will never be settled"
         )

@@ -19,7 +19,7 @@ Sampled = Completion | PlayedEpisode
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The numbered completions of one item to sample in one request, or episodes to play."""
+    """The completions of one item to sample in one request, or the episodes to play, given by number."""
 
     request_id: str
     item: TaskItem
@@ -48,7 +48,10 @@ class Work(Protocol):
 
     @abstractmethod
     async def item(self, index: int) -> TaskItem:
-        """Return an item, which is made outside the event loop. Raises `TaskError`, also if that takes too long."""
+        """Return an item, which is made outside the event loop.
+
+        Raises `TaskError`, including when that takes too long.
+        """
 
     @abstractmethod
     def prompt_of(self, item: TaskItem) -> tuple[int, ...]:
@@ -59,17 +62,17 @@ class Work(Protocol):
 
     @abstractmethod
     def too_long(self, prompt_token_ids: Sequence[int]) -> str | None:
-        """Return the reason if an item can never be trained on."""
+        """Return the reason why an item can never be trained on; None if it can."""
 
     @abstractmethod
     async def sample(self, endpoint: SamplingEndpoint, order: Order) -> Sequence[Sampled]:
-        """Return the result for each number of an order, in the same sequence.
+        """Return one result for each number of an order, in the sequence of the numbers.
 
-        Raises like `SamplingEndpoint.sample`.
+        Raises the same errors as `SamplingEndpoint.sample`.
         """
 
     def first_version(self, index: int, number: int) -> int | None:
-        """Return the oldest version in an episode that waits for an endpoint; None if there is none."""
+        """Return the version that sampled the first token of an episode in progress; None if there is none."""
         return None
 
     def forget(self, index: int) -> None:
@@ -93,5 +96,5 @@ class Work(Protocol):
         return
 
     async def aclose(self) -> None:
-        """End all user code that still runs."""
+        """End all user code that is still running."""
         return

@@ -22,7 +22,7 @@ def check_servers(servers: ServersSection) -> None:
         if member.kind.releases_memory == "never" and servers.release_memory:
             raise ConfigError(
                 f"servers.release_memory needs engines that can release their memory, but {member.engine} cannot: "
-                "leave it out"
+                "omit this setting"
             )
         if member.python is not None and not (member.python.is_file() and os.access(member.python, os.X_OK)):
             raise ConfigError(

@@ -28,7 +28,7 @@ class FleetMembership:
     actor: Actor
     journal: Journal
     run_id: str | None = None
-    """The requirements on each server, known once the servers are started."""
+    """The run's name for servers, known once the servers are started."""
     taking_part: dict[InferenceEndpoint, str] = field(default_factory=dict)
     """URLs by endpoint, including those that are leaving."""
     departed: list[InferenceEndpoint] = field(default_factory=list)

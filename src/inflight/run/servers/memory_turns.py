@@ -31,7 +31,9 @@ class MemoryTurns:
     timeout_s: float
 
     async def to_trainers(self) -> None:
-        """Return once every server has released its memory or is left out. No server is started until `to_servers`."""
+        """Return once every server has released its memory or is left out. No server is started before `to_servers` is
+        called.
+        """
         self.servers.may_start.clear()
         await self._ask_all("memory_released", "release", _release, list(self.servers.membership.taking_part))
 
@@ -40,7 +42,7 @@ class MemoryTurns:
         await self._restore(list(self.servers.membership.taking_part))
 
     async def end(self) -> None:
-        """Return once servers that outlive the run have their memory again. The trainers have ended."""
+        """Return once servers that outlive the run have their memory again. Call this after the trainers have ended."""
         if not self.servers.may_start.is_set():
             own = {server.url for server in self.servers.own}
             await self._restore(
@@ -84,7 +86,7 @@ class MemoryTurns:
 
 
 async def _release(endpoint: ReleasingEndpoint) -> None:
-    """Release the memory of an endpoint, after retries while requests of disconnected clients are running."""
+    """Release the memory of an endpoint; retries while requests of disconnected clients are still running."""
     deadline = time.monotonic() + _IDLE_S
     while True:
         try:

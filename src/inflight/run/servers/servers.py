@@ -63,7 +63,7 @@ class Servers:
     may_start: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while the trainers hold the memory that a server needs to start."""
     killed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set by `kill`: from then on servers are not restarted, and their ends are not reported."""
+    """Set by `kill`; from then on, servers are not restarted, and how they end is not reported."""
 
     def __post_init__(self) -> None:
         self.may_start.set()
