@@ -87,7 +87,8 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
     for member in servers.members:
         if member.devices is not None and not wants_gpu(servers.device):
             raise ConfigError(
-                f"servers.devices names GPUs, but the servers compute on {servers.device!r}: omit the devices, or change servers.device"
+                f"servers.devices names GPUs, but the servers compute on {servers.device!r}: omit the devices, or "
+                "change servers.device"
             )
         num_devices = gpu_use(member).num_gpus if devices and wants_gpu(servers.device) else 0
         for explicit in _server_devices(member, num_devices):
@@ -188,7 +189,8 @@ def _trainer_devices(config: RunConfig) -> list[tuple[int, ...]]:
         return [()] * train.num_ranks
     if not wants_gpu(config.train.device):
         raise ConfigError(
-            f"train.devices names GPUs, but the trainers compute on {config.train.device!r}: omit the devices, or change train.device"
+            f"train.devices names GPUs, but the trainers compute on {config.train.device!r}: omit the devices, or "
+            "change train.device"
         )
     if len(train.devices) != train.num_ranks:
         raise ConfigError(
