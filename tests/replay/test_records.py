@@ -197,7 +197,7 @@ def test_a_missing_or_renamed_step_is_told(record: Path) -> None:
     (record / "step-000002.safetensors").rename(record / "step-000005.safetensors")
     with pytest.raises(ConfigError, match="has no step between versions 1 and 3"):
         list(read_steps(record))
-    with pytest.raises(ConfigError, match="contains the step to version 2: it was renamed"):
+    with pytest.raises(ConfigError, match="contains the step to version 2: the file was renamed"):
         read_step(record, 5)
     with pytest.raises(ConfigError, match="has no step that produced version 9"):
         read_step(record, 9)

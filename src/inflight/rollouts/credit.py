@@ -46,8 +46,8 @@ def token_advantages(
 ) -> list[list[list[float]]]:
     """Return advantages as ``[group][rollout][completion token]``; those of observations are 0.
 
-    ``discount`` is the discount per turn for the credit ``return``. Raises the same errors as `batch_advantages`, and
-    ``ValueError`` if ``credit`` is 'critic' and no critic is passed.
+    ``discount`` is the discount factor per turn for the credit ``return``. Raises the same errors as
+    `batch_advantages`, and ``ValueError`` if ``credit`` is 'critic' and no critic is passed.
     """
     if credit == "critic":
         if critic is None:

@@ -4,7 +4,7 @@ A driver reports what happens and when, and carries out the resulting commands:
 
     next_item, offer -> SendRequest -> request_ended -> ScoreGroup -> group_scored -> FinishedGroup
                                                                                           |
-    settle <- ComposedStep, from the groups that wait <----- want_step, begin_phase ------+
+    settle <- ComposedStep, from the groups that wait <----- want_step -------------------+
 
 The live run sends the requests to endpoints; a simulation computes when they would end. All decisions are made here and
 in the policies, so that both make the same decisions.

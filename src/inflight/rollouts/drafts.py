@@ -24,7 +24,9 @@ PROMPT_TAIL = 5
 LEAST_PROBABILITY = 0.1
 """A draft ends before the token that would bring its estimated probability below this value."""
 SMALLEST_WINDOW, LARGEST_WINDOW = 2, 16
-"""Bounds of a draft's maximum length in tokens, which doubles when a whole draft was accepted; otherwise it is halved.
+"""Bounds for the maximum length of a draft, in tokens.
+
+The maximum doubles when a whole draft was accepted, and is halved otherwise.
 """
 
 _MAX_PROMPTS = 1 << 16

@@ -66,7 +66,7 @@ class SendRequest:
     numbers: tuple[int, ...]
     endpoint: str
     partial: SampledTokens | None = None
-    """If the request continues a completion, which is then its only one, the tokens sampled so far."""
+    """The tokens that the completion already has, if the request continues one; it then has no other completion."""
 
 
 @dataclass(frozen=True, slots=True)

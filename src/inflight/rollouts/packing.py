@@ -1,4 +1,4 @@
-"""Packing samples, given by their lengths, into the micro-batches of each rank."""
+"""Packs samples, given by their lengths, into the micro-batches of each rank."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class RunSection(Section):
     """How long to wait for the servers to start and, after the loss of all servers, for one to come back."""
     step_timeout_s: float | None = Field(default=None, gt=0)
     """How long to wait for one batch of finished completions, or for one optimizer step and its publish. If not set,
-    900 s, plus the time to move the weights at 0.5 GB/s in the case of a step.
+    900 s; for a step, the time to move the weights at 0.5 GB/s is added.
     """
     save_timeout_s: float | None = Field(default=None, gt=0)
     """How long to wait for a checkpoint. If not set, 900 s plus the time to write its bytes at 0.5 GB/s."""
@@ -87,7 +87,7 @@ class RunSection(Section):
     """
     trackers: Annotated[tuple[str, ...], BeforeValidator(_split_commas)] = ()
     """Trackers that receive the metrics of the run: ``tensorboard``, ``wandb``, ``trackio``, ``mlflow``, another entry
-    point in the group ``inflight.trackers``, or ``module:attribute``. Either a list or a comma-separated string.
+    point in the group ``inflight.trackers``, or ``module:attribute``. Write a list or a comma-separated string.
     """
     tracker_options: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Options for each tracker, such as ``{ wandb = { project = "letters", mode = "offline" } }``."""
@@ -189,8 +189,9 @@ class TrainSection(OptimizerSettings):
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """The maximum number of tokens that a rank computes at a time. It limits the memory of a step, not its result."""
     router_replay: bool = False
-    """For mixtures of experts: compute each token with the experts that sampled it, instead of those that the trainer's
-    routers choose. The servers and the trainer must support it."""
+    """For mixtures of experts: compute each token with the experts that were used to sample it, instead of those that
+    the trainer's routers choose. The servers and the trainer must support it.
+    """
     train_on_equal_rewards: bool = False
     """Also train on groups whose rewards are all equal. Their advantages are 0, so by default the run only counts
     them."""
@@ -253,12 +254,13 @@ class RolloutsSection(Section):
     one or two groups, set this to several: an engine is more efficient when it samples several groups at a time, and
     updates then arrive while groups are being sampled."""
     scheduler: str = "least_loaded"
-    """Decides which completions run where and when. Constructed with ``sampling.group_size``, ``run.seed`` and
-    ``scheduler_params``."""
+    """Decides which completions run where and when. It is constructed with ``sampling.group_size``, ``run.seed`` and
+    ``scheduler_params``.
+    """
     scheduler_params: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the scheduler."""
     staleness: str = "max_lag"
-    """Decides which tokens are too old to train on. Constructed with ``max_lag`` and ``staleness_params``."""
+    """Decides which tokens are too old to train on. It is constructed with ``max_lag`` and ``staleness_params``."""
     staleness_params: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the staleness policy."""
     min_ess: float | None = Field(default=None, gt=0, le=1)
@@ -278,8 +280,9 @@ class RolloutsSection(Section):
     """What the critic learns from, if ``credit`` is ``critic``: Monte Carlo returns (``monte_carlo``) or temporal
     differences (``td``)."""
     composer: str = "token_budget"
-    """Decides which finished groups make up a step. Constructed with the number of tokens per step over all ranks, and
-    ``composer_params``."""
+    """Decides which finished groups make up a step. It is constructed with the number of tokens per step over all
+    ranks, and ``composer_params``.
+    """
     composer_params: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the composer."""
 

@@ -23,7 +23,7 @@ from inflight.wire import EndpointState, WeightVersion
 _ASK_AGAIN_S = 0.5
 """Interval, in seconds, at which servers are asked for their versions."""
 _VERSION_S = 2.0
-"""How long a server that pulls may take to report the version that it serves."""
+"""How long a server that pulls versions may take to report the version that it serves."""
 _SAMPLES = (EndpointState.READY, EndpointState.STAGING, EndpointState.PAUSED, EndpointState.UPDATING)
 _LEFT_OUT = (MemberState.SUSPECT, MemberState.DEAD)
 

@@ -149,7 +149,7 @@ def _asking(prepared: Prepared) -> list[Coroutine[Any, Any, PlannedProcess]]:
 
 
 async def _ask(url: str, what: str, check: Callable[[InferenceEndpoint], Awaitable[str]]) -> PlannedProcess:
-    """Return a running server with the abilities that ``check`` reports, or the reason why it cannot take part."""
+    """Return a running server, with the abilities that ``check`` reports or with the reason why it cannot take part."""
     endpoint = connect_endpoint(url, token=os.environ.get(TOKEN_VARIABLE), control_timeout_s=_ASK_S)
     try:
         async with asyncio.timeout(_ASK_S):

@@ -49,7 +49,7 @@ class Hosts:
     address: str
     port: int
     num_gpus: int | None
-    """None if the processes run on this machine, where the run itself chooses among the GPUs."""
+    """The GPUs of all hosts; None if the processes run on this machine, where the run itself chooses among the GPUs."""
     can_outlive: bool
 
 
@@ -60,7 +60,7 @@ class ModelFiles:
     vocab_size: int
     tokenizer: Any
     images: ImageProcessor | None
-    """None if the model accepts no images."""
+    """The model's image processor; None if it accepts no images."""
     specs: tuple[TensorSpec, ...]
     """Names and shapes of the stored tensors."""
     context: int

@@ -1,7 +1,7 @@
-"""Wall-clock times of the events of a run, and the parts of requests and publishes.
+"""Wall-clock times of a run's events, the turns within requests, and the phases of publishes.
 
-Event times exclude the time between a run's processes, and a process that resumes a killed run restarts at the last
-checkpoint. In wall-clock time, events of different processes do not overlap.
+The times in events exclude the time between a run's processes, and a process that resumes a killed run starts again at
+the last checkpoint, so the event times of different processes can overlap. Their wall-clock times do not.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ProcessIncarnation:
 
     began_at: float
     version: int
-    """Number of trained versions when it began."""
+    """Number of versions that had been trained when the process began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Incarnations:
             yield self._incarnations[-1].began_at, event
 
     def steps(self) -> Iterator[tuple[float, Row]]:
-        """Yield every step with the start of its process as Unix time, once `events` is exhausted.
+        """Yield every step, with the start of its process as a Unix time. Call this once `events` is exhausted.
 
         Steps that a resumed run repeated are omitted.
         """
@@ -77,7 +77,7 @@ class Incarnations:
 
 
 def turns_of(request: Row) -> list[TurnSpan]:
-    """Return the turns of an episode in one request, by start time. Earlier turns may have run on other servers."""
+    """Return an episode's turns in one request, sorted by start. Earlier turns may have run on other servers."""
     turns = []
     for part in request["parts"]:
         first = 0
@@ -94,8 +94,8 @@ def turns_of(request: Row) -> list[TurnSpan]:
 def publish_parts(publish: Row) -> dict[str, tuple[float, float]]:
     """Return the start and end of each part of a publish that took time, in seconds of its process.
 
-    Events record only durations. A publish gathers first and pauses last. The weights have arrived when it pauses, and
-    loading begins at that time.
+    Events record only durations. A publish begins with gathering and ends with the pause. When the pause begins, the
+    weights have arrived and loading starts.
     """
     start, end = publish["start_s"], publish["end_s"]
     paused = end - publish["pause_s"]

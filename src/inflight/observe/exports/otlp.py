@@ -1,8 +1,9 @@
-"""Exporting a run as OpenTelemetry spans in OTLP JSON. Each batch is a line of a file, or the body of a request.
+"""Exports a run as OpenTelemetry spans in OTLP JSON. Each batch becomes a line of a file, or the body of a request.
 
-There is a trace for each step (``step`` with ``train`` on each rank, and ``publish`` with its parts) and for each item
-(``item`` with its ``request`` spans, which contain the ``turn`` spans of an episode). A step links to the items that it
-trained on. Ids are derived from the run id and the name of the span, so exporting a run twice gives the same spans.
+There is a trace for each step (a ``step`` span with a ``train`` span for each rank, and a ``publish`` span with its
+parts) and for each item (an ``item`` span with its ``request`` spans, which contain the ``turn`` spans of an episode).
+A step links to the items that it trained on. Ids are derived from the run id and the name of the span, so exporting a
+run twice gives the same spans.
 
 Format: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding and
 https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/
@@ -42,8 +43,8 @@ Span = dict[str, Any]
 def write_otlp(directory: Path, target: str) -> int:
     """Write the spans of a run to a file, or send them to a URL; return their number.
 
-    The path ``/v1/traces`` is added to a URL without a path. Requests have the headers in OTEL_EXPORTER_OTLP_HEADERS.
-    Raises `ConfigError` if the directory contains no run, or if the target does not accept the spans.
+    The path ``/v1/traces`` is added to a URL without a path. Requests have the headers that OTEL_EXPORTER_OTLP_HEADERS
+    lists. Raises `ConfigError` if the directory contains no run, or if the target does not accept the spans.
     """
     batches = _batches(directory)
     if target.startswith(("http://", "https://")):

@@ -1,9 +1,10 @@
-"""Exporting a run in Chrome's Trace Event Format, which ui.perfetto.dev opens.
+"""Exports a run in Chrome's Trace Event Format, which ui.perfetto.dev opens.
 
-The processes of the trace are the run itself, the trainer and each server. A server's requests are slices, in as few
-tracks as possible without overlap. The request of an episode contains its turns, and its environment between them. Each
-trainer rank and each part of a publish has its own track. Lag, reward, running groups and the version of each server
-are counters; failures and changes of the fleet are instants. Times are microseconds since the run began.
+The processes of the trace are the run itself, the trainer and each server. A server's requests are slices in as few
+tracks as possible; slices in one track do not overlap. The request of an episode contains slices for its turns and,
+between them, for the environment. Each trainer rank and each part of a publish has its own track. Lag, reward, running
+groups and the version of each server are counters; failures and changes of the fleet are instants. Times are
+microseconds since the run began.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class _Inner:
 class _Tracks:
     """The tracks of one group; slices in a track do not overlap.
 
-    A slice is placed in the track whose last slice ended latest before it. If slices arrive in the order of their ends,
-    this uses the fewest possible tracks.
+    Of the tracks that are free when a slice begins, the slice is placed in the one that became free last. If slices
+    arrive in the order of their ends, this uses the fewest possible tracks.
     """
 
     def __init__(self) -> None:
@@ -260,7 +261,7 @@ class _Trace:
 
 
 def _inner_slices(request: Row, shift_s: float) -> tuple[list[_Inner], list[_Inner]]:
-    """Return the slices inside a request, and separately the turns that overlap others and do not fit there.
+    """Return the slices inside a request and, separately, the turns that do not fit there because they overlap others.
 
     The time between turns belongs to the episode's environment.
     """

@@ -161,7 +161,7 @@ class RunMetrics:
 
 
 class MetricsServer:
-    """Serves ``/metrics`` on loopback in a thread while the context is open. Port 0: any free port."""
+    """Serves ``/metrics`` on loopback in a thread while the context is open. Port 0 means any free port."""
 
     def __init__(self, metrics: RunMetrics, port: int) -> None:
         try:

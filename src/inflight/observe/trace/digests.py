@@ -16,7 +16,7 @@ _MAX_HEADER_BYTES = 1 << 27
 def weights_digest(directory: Path) -> tuple[str, int]:
     """Return the SHA-256 digest of the weights in a model directory, and their size in bytes.
 
-    The digest covers, for each tensor in the order of names, one line of JSON with its name, dtype and shape as in the
+    For each tensor, in the order of names, the digest covers one line of JSON with its name, dtype and shape as in the
     safetensors header, and then its bytes. Raises `ConfigError` if a file cannot be read.
     """
     places: dict[str, tuple[Path, int, dict[str, Any]]] = {}

@@ -25,7 +25,7 @@ class Event(BaseModel):
 
 
 class RunStarted(Event):
-    """A process of the run began, or a new event file. This is the first line of every event file."""
+    """A process of the run or a new event file began. This is the first line of every event file."""
 
     kind: Literal["run_started"] = "run_started"
     schema_version: int = SCHEMA_VERSION
@@ -62,7 +62,7 @@ class SampledPart(BaseModel):
 
 
 class RequestEnded(Event):
-    """A request to an endpoint ended: completions of one group, or an episode for as long as it ran there."""
+    """A request to an endpoint ended: one for completions of a group, or the part of an episode that ran there."""
 
     kind: Literal["request"] = "request"
     endpoint: str
@@ -92,13 +92,13 @@ class GroupFinished(Event):
 
     kind: Literal["group"] = "group"
     endpoint: str
-    """Names of the endpoints that sampled it, separated by commas."""
+    """Names of the endpoints that sampled the group, separated by commas."""
     item: int
     """Index of the task item."""
     oldest: int | None
-    """The oldest version that sampled one of its tokens; None if no token was sampled."""
+    """The oldest version that sampled one of the group's tokens; None if no token was sampled."""
     newest: int | None
-    """The newest version that sampled one of its tokens."""
+    """The newest version that sampled one of the group's tokens."""
     rewards: tuple[float, ...]
     """Reward of each rollout."""
     lengths: tuple[int, ...]
@@ -142,7 +142,7 @@ class StepTrained(Event):
     ranks: tuple[tuple[float, float], ...]
     """Start and end of the step on each rank."""
     items: tuple[int, ...]
-    """Items that the ledger settled with the step, in the order of the batch."""
+    """Items that the ledger settled because of the step, in the order of the batch."""
 
 
 class WeightsPublished(Event):
@@ -156,11 +156,11 @@ class WeightsPublished(Event):
     sent_bytes: int
     """Bytes that were sent or stored, counted once for any number of servers."""
     gather_s: float
-    """Time for gathering the weights from the ranks."""
+    """Time to gather the weights from the ranks."""
     wire_s: float
-    """Time for transferring the weights to the servers."""
+    """Time to transfer the weights to the servers."""
     load_s: float
-    """Time for loading the weights on the slowest server."""
+    """Time to load the weights on the slowest server."""
     pause_s: float
     """Time from the request to pause the first server until the last server resumed."""
     first_token_s: float | None
@@ -170,7 +170,7 @@ class WeightsPublished(Event):
     paused_s: dict[str, float]
     """How long each server was paused."""
     outcomes: dict[str, str]
-    """Outcome for each endpoint, as in `inflight.types.EndpointOutcome`."""
+    """Outcome for each endpoint: a value of `inflight.types.EndpointOutcome`."""
 
 
 class StepCompleted(Event):

@@ -1,8 +1,8 @@
 """The event files of a run: ``events.jsonl`` and its older parts, and ``metrics.jsonl``, which has the steps.
 
 Lines are only appended. When ``events.jsonl`` is full, it is renamed to ``events.1.jsonl``, ``events.2.jsonl`` and so
-on, or to ``events.1.jsonl.zst`` if parts are compressed. The highest number is the newest part, and the oldest parts
-are removed. Steps are never removed. A line that a killed process left incomplete is not read.
+on, or to ``events.1.jsonl.zst`` and so on if parts are compressed. The highest number is the newest part, and the
+oldest parts are removed. Steps are never removed. A line that a killed process left incomplete is not read.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def begin_files(directory: Path) -> None:
 
 
 def resume_files(directory: Path, version: int) -> None:
-    """Remove incomplete data of a killed process, and steps after ``version``, whose weights are lost."""
+    """Remove incomplete data that a killed process left, and steps after ``version``, whose weights are lost."""
     for path in _unfinished(directory):
         path.unlink()
     _keep_lines(directory / STEPS, lambda row: row["version"] <= version)
@@ -160,12 +160,13 @@ class EventFollower:
         self._incarnation_of_steps: float | None = None
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the events since the previous call, steps last. Raises `ConfigError` like `read_events`.
+        """Yield the events since the previous call, steps last. Raises `ConfigError` in the same cases as
+        `read_events`.
 
-        When a run is resumed, it replaces its steps. A ``run_started`` event is then yielded, whose version invalidates
-        later steps, followed by all steps. Events that the run removed before this call are omitted. If another run has
-        replaced the one that was read, its ``run_started`` event has ``is_new_run`` set, and nothing that was yielded
-        before belongs to it.
+        A run that is resumed replaces its steps. In that case a ``run_started`` event is yielded, whose version
+        invalidates later steps, and then all steps are yielded again. Events that the run removed before this call are
+        omitted. If another run has replaced the one that was read, the ``run_started`` event of the new run has
+        ``is_new_run`` set, and nothing that was yielded before belongs to the new run.
         """
         for event in self._events.read():
             if event["kind"] == "run_started":
@@ -178,7 +179,7 @@ class EventFollower:
         yield from self.read_steps()
 
     def read_steps(self) -> Iterator[dict[str, Any]]:
-        """Yield the steps since the previous call; after a resumed run has replaced them, all steps."""
+        """Yield the steps since the previous call, or all steps if a resumed run has replaced them."""
         if self._steps.is_replaced():
             if self._events.incarnation == self._incarnation_of_steps:
                 return  # the process that replaced them is about to write its ``run_started``
@@ -201,10 +202,10 @@ class _EventReader:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._number = 0
-        """Number of the file that is being read or is next; 0: the oldest."""
+        """Number of the file that is being read or will be read next; 0 means the oldest file."""
         self._tail: _Tail | None = None
         self._is_lost = False
-        """Whether the last file has disappeared, because a new run began or reading was too slow."""
+        """Whether the last file has disappeared, because a new run began or because reading was too slow."""
         self.incarnation: float | None = None
         """When the process that wrote the last events began."""
 
@@ -299,7 +300,7 @@ class _Tail:
             yield _row_of(line, self._path)
 
     def is_replaced(self) -> bool:
-        """Return whether the path now names another file; False if it names none."""
+        """Return whether the path now names another file; False if the path names no file."""
         return self._file is not None and self._path.exists() and not self.is_at(self._path)
 
     def is_at(self, path: Path) -> bool:
@@ -339,7 +340,7 @@ class _Tail:
 
 
 def event_files(directory: Path) -> list[Path]:
-    """Return the event files, oldest first, with only one file of a part that is being compressed."""
+    """Return the event files, oldest first; of a part that is being compressed, only one of its two files."""
     parts = _parts(directory)
     older = [parts[number] for number in sorted(parts)]
     present = directory / EVENTS
@@ -414,7 +415,10 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _compress(paths: Sequence[Path]) -> None:
-    """Replace parts by compressed files. A part is kept if the disk is full, and skipped if it was removed."""
+    """Replace parts with compressed files.
+
+    A part is left unchanged if the disk is full, and skipped if it was removed.
+    """
     import zstandard
 
     for path in paths:

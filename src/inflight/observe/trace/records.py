@@ -44,7 +44,7 @@ class EarlierIncarnation(StoredModel):
     """The configuration of a run until it was resumed."""
 
     until: int
-    """The version at which it was resumed."""
+    """The version at which the run was resumed."""
     config: dict[str, Any]
 
 
@@ -55,21 +55,24 @@ class RecordManifest(StoredModel):
     format_version: int = FORMAT_VERSION
     inflight: str = __version__
     source: str = "inflight"
-    """The framework that made the run."""
+    """The framework that produced the run."""
     config: dict[str, Any] | None = None
-    """The fields that the run's configuration sets, of the last incarnation if it was resumed. None: unknown."""
+    """The fields that the run's configuration sets; those of the last incarnation if it was resumed.
+
+    None if unknown.
+    """
     earlier: tuple[EarlierIncarnation, ...] = ()
     """Earlier incarnations, in order."""
     num_ranks: int | None = None
     start: WeightsFile | None = None
     """The model directory from which training began."""
     final: WeightsFile | None = None
-    """The checkpoint after the last step; None: the run has not ended."""
+    """The checkpoint after the last step; None until the run has ended."""
     final_version: int | None = None
     lacks: tuple[str, ...] = ()
-    """Data that an import lacks: ``behaviour_logprobs``, or ``token_ids`` if text was tokenised again."""
+    """Data that an imported record lacks: ``behaviour_logprobs``, or ``token_ids`` if text was tokenised again."""
     notes: tuple[str, ...] = ()
-    """Assumptions that an import made."""
+    """Assumptions that were made during the import."""
 
 
 class RecordWriter:
@@ -196,7 +199,8 @@ def read_step(directory: Path, version: int) -> RecordedStep:
         step = join_step(facts, arrays)
     if step.version != version - 1:
         raise ConfigError(
-            f"{str(_file_of(directory, version))!r} contains the step to version {step.version + 1}: it was renamed"
+            f"{str(_file_of(directory, version))!r} contains the step to version {step.version + 1}: the file was "
+            "renamed"
         )
     return step
 
@@ -226,9 +230,9 @@ def item_details(
 ) -> dict[str, Any]:
     """Return one item of the step that produced ``version`` as JSON values, with all recorded data of every token.
 
-    ``decode`` is the method of a tokenizer. If it is given, ``pieces`` has the text of each token. Missing values are
-    None: logprobs and versions of observations, and advantages of rollouts that the step omitted. Raises `ConfigError`
-    if the record has no such step or item.
+    ``decode`` is the method of a tokenizer; with it, ``pieces`` contains the text of each token. Values that do not
+    exist are None: logprobs and versions of observations, and advantages of rollouts that the step omitted. Raises
+    `ConfigError` if the record has no such step or item.
     """
     step = read_step(directory, version)
     numbers = [number for number, group in enumerate(step.groups) if group.item_index == item]

@@ -1,4 +1,4 @@
-"""Converting a recorded step to JSON for its structure and flat arrays for its tokens, and back.
+"""Converts a recorded step to JSON, for its structure, and flat arrays, for its tokens, and back.
 
 docs/replay.md describes every field.
 """
@@ -41,12 +41,14 @@ class RecordedStep:
     """One optimizer step: its groups in order, the samples made from them, and the outcome."""
 
     version: int
-    """Version of the weights that the step starts from."""
+    """Version of the weights from which the step starts."""
     groups: Sequence[Group]
     samples: Sequence[Sample]
     trainer_logprobs: Sequence[Sequence[float]] | None = None
-    """The trainer logprobs of each sample, one per completion token, 0.0 where the loss has no target. None:
-    unknown."""
+    """The trainer logprobs of each sample, one per completion token, 0.0 where the loss has no target.
+
+    None if unknown.
+    """
     outcome: StepOutcome | None = None
 
 
@@ -58,7 +60,7 @@ class StoredRollout(StoredModel):
     num_tokens: int
     """Number of tokens of the completion."""
     spans: tuple[tuple[int, int, int], ...]
-    """Start, end and version of each span that one version sampled."""
+    """Start, end and version of each span of tokens that one version sampled."""
     finish_reason: str
     reward: float
     temperature: float
@@ -68,7 +70,7 @@ class StoredRollout(StoredModel):
     images: tuple[PromptImage, ...] = ()
     has_routed_experts: bool = False
     teacher: int | None = None
-    """The index of the teacher that scores it."""
+    """The index of the teacher that scored the rollout."""
 
 
 class StoredGroup(StoredModel):
@@ -81,10 +83,10 @@ class StoredGroup(StoredModel):
 
 
 class StoredSample(StoredModel):
-    """The rollout from which a sample is made, and its group in the step."""
+    """A sample, given by the rollout from which it is made and the rollout's group in the step."""
 
     rollout: int
-    """Index into all rollouts of the step: first those of the groups, then ``more_rollouts``."""
+    """Index into all rollouts of the step: those of the groups, followed by ``more_rollouts``."""
     group: int
 
 
@@ -172,7 +174,7 @@ def _facts_of(rollout: Rollout, prompt: int) -> StoredRollout:
 
 
 def join_step(facts: StoredStep, arrays: Arrays) -> RecordedStep:
-    """Return the step that `split_step` split. Raises ``KeyError``, ``IndexError`` or ``ValueError``."""
+    """Return the step that was split by `split_step`. Raises ``KeyError``, ``IndexError`` or ``ValueError``."""
     of_groups = [rollout for group in facts.groups for rollout in group.rollouts]
     every = [*of_groups, *facts.more_rollouts]
     lengths = [rollout.num_tokens for rollout in every]

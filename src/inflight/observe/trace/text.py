@@ -10,7 +10,9 @@ _UNFINISHED = "\ufffd"
 
 
 def pieces_of(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
-    """Return the text that each token adds. If several tokens form one character, the last adds the whole character."""
+    """Return the text that each token adds. If several tokens form one character, the last of them adds the whole
+    character.
+    """
     pieces: list[str] = []
     read = 0
     for end in range(1, len(token_ids) + 1):

@@ -13,9 +13,9 @@ from inflight.observe.trackers.tracker import TrackedRun, Tracker
 
 _RUN_ID = "inflight.run_id"
 _MAX_METRICS, _MAX_PARAMS = 1000, 100
-"""MLflow's limit for one call."""
+"""The largest numbers of metrics and of parameters that MLflow accepts in one call."""
 _MAX_CHARACTERS = 500
-"""Longest value of a parameter on older MLflow servers."""
+"""Maximum length of a parameter's value on older MLflow servers."""
 
 
 class Mlflow(Tracker):

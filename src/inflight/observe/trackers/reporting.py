@@ -1,4 +1,4 @@
-"""Reporting the steps of a run to its trackers, each in its own thread so that none can affect the run."""
+"""Reports the steps of a run to its trackers, each in its own thread so that none can affect the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_METRICS = {"kind", "start_s", "end_s", "version"}
 def load_trackers(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]) -> dict[str, Tracker]:
     """Return the trackers of these names: entry points in the group ``inflight.trackers``, or ``module:attribute``.
 
-    Raises `ConfigError` if one is not installed or refuses its options, or if options name an unlisted tracker.
+    Raises `ConfigError` if a tracker is not installed or rejects its options, or if options name an unlisted tracker.
     """
     if unused := sorted(options.keys() - set(names)):
         raise ConfigError(f"run.tracker_options has {unused[0]!r}, which run.trackers does not list: add it there")
@@ -31,7 +31,7 @@ def load_trackers(names: Sequence[str], options: Mapping[str, Mapping[str, Any]]
 
 
 class Reporting:
-    """Passes the steps of a run to its trackers. ``note`` receives the location of each, and a line if one fails."""
+    """Passes the steps of a run to its trackers. ``note`` receives each tracker's location, and a line if one fails."""
 
     def __init__(self, trackers: Mapping[str, Tracker], run: TrackedRun, note: Callable[[str], None]) -> None:
         self._threads = [_TrackerThread(name, tracker, run, note) for name, tracker in trackers.items()]

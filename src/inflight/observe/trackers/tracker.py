@@ -14,17 +14,17 @@ class TrackedRun:
     """The run that a tracker follows."""
 
     run_id: str
-    """Unique, and unchanged when the run is resumed."""
+    """A unique id, which a resumed run keeps."""
     directory: Path
     """The run directory. A tracker may write to a subdirectory with its name."""
     config: Mapping[str, Any]
     version: int
-    """Number of completed steps. A resumed run repeats later steps, so earlier reports of them are void."""
+    """Number of completed steps. A resumed run repeats later steps, which replace those that were reported before."""
 
 
 @runtime_checkable
 class Tracker(Protocol):
-    """An experiment tracker. All calls come from one thread, one at a time.
+    """An experiment tracker. A single thread calls its methods.
 
     A tracker is constructed with its table in ``run.tracker_options`` before the run starts; a `ConfigError` from the
     constructor ends the run. After an exception from a method, the tracker is not called again and the run continues.
@@ -44,7 +44,9 @@ class Tracker(Protocol):
 
 
 def numbers_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of nested mappings, with names such as ``publish/pause_s``; a server is its HOST:PORT."""
+    """Yield the numbers of nested mappings, with names such as ``publish/pause_s``, in which a server appears as its
+    HOST:PORT.
+    """
     for key, value in values.items():
         name = prefix + key.rpartition("://")[2]
         if isinstance(value, Mapping):

@@ -12,9 +12,9 @@ from inflight.observe.trace.records import MANIFEST, RECORD, item_details, read_
 
 
 def rollout_details(directory: Path, version: int | None, item: int) -> list[dict[str, Any]] | None:
-    """Return the recorded rollouts of an item that ``version`` was trained on, with every token.
+    """Return the recorded rollouts of an item on which ``version`` was trained, with every token.
 
-    Returns None if the run keeps no record, or if the item is not in it because it was not trained on.
+    Returns None if the run keeps no record, or if the record lacks the item because it was not trained on.
     """
     record = directory / RECORD
     if version is None or not (record / MANIFEST).exists():
@@ -30,7 +30,7 @@ def rollout_details(directory: Path, version: int | None, item: int) -> list[dic
 
 
 def _decoder(record: Path) -> Callable[[Sequence[int]], str] | None:
-    """Return the decode function of a record's model; None if its directory no longer exists."""
+    """Return the decode function of a record's model; None if the model's directory no longer exists."""
     start = read_manifest(record).start
     return None if start is None else _decoder_of(start.path)
 

@@ -13,7 +13,7 @@ import numpy as np
 from inflight.observe.watch.series import Array, rounded
 
 MAX_SPANS = 100_000
-"""Maximum number of spans that a lane keeps; beyond it, the oldest half is dropped."""
+"""Maximum number of spans that a lane keeps; if there are more, the oldest half is dropped."""
 
 
 class Lane:
@@ -45,16 +45,16 @@ class Lane:
             self._keep(np.arange(MAX_SPANS // 2, len(self._facts)))
 
     def forget_after(self, time_s: float) -> None:
-        """Drop the spans that end after a time."""
+        """Drop the spans that end after ``time_s``."""
         ends = np.array(self._ends)
         if (ends > time_s).any():
             self._keep(np.flatnonzero(ends <= time_s))
         self._row_ends = [min(end, time_s) for end in self._row_ends]
 
     def window(self, from_s: float, to_s: float, num_bins: int, max_spans: int) -> dict[str, Any]:
-        """Return the overlap with a window: ``spans`` as (start, end, row, facts), or ``bins`` if there are too many.
+        """Return what lies in a window: ``spans`` as (start, end, row, facts), or ``bins`` if there are too many spans.
 
-        A bin is the mean number of concurrent spans.
+        The value of a bin is the mean number of concurrent spans.
         """
         starts, ends = np.array(self._starts), np.array(self._ends)
         found = np.flatnonzero((ends >= from_s) & (starts <= to_s))
@@ -89,7 +89,7 @@ def _occupancy(starts: Array, ends: Array, from_s: float, to_s: float, num_bins:
 
 
 def _seconds_after(times: Array, edges: Array) -> Array:
-    """Return, for each edge, the sum over earlier times of the seconds from the time to the edge."""
+    """Return, for each edge, the seconds from each earlier time to the edge, added up."""
     ordered = np.sort(times)
     sums = np.concatenate([[0.0], np.cumsum(ordered)])
     before = np.searchsorted(ordered, edges)

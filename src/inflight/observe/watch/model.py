@@ -1,4 +1,4 @@
-"""The state of a run as the page shows it, folded from events. Its size is bounded for any length of the run."""
+"""The state of a run as the page shows it, accumulated from events. Its size is bounded, however long the run is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Event = Mapping[str, Any]
 _PARTS = ("gather_s", "wire_s", "load_s", "pause_s", "first_token_s")
 """Parts of a publish, in the order of the rows of its lane."""
 _SECTIONS = ("publish", "ledger", "littles_law")
-"""Dicts in a step whose values are also plotted."""
+"""Nested dicts of a step whose values are also plotted."""
 _QUIET_REASONS = ("equal rewards", "stale", "filtered", "surplus")
 """Reasons for dropping an item that are not failures."""
 
@@ -30,15 +30,15 @@ class Reading:
     """The progress of reading the files of a run."""
 
     has_steps: threading.Event = field(default_factory=threading.Event)
-    """Unset until a follower has read the steps that existed when it started."""
+    """Set once a follower has read the steps that existed when it started."""
     is_complete: bool = False
-    """Whether everything that existed when the follower started has been folded."""
+    """Whether the model contains everything that existed when the follower started."""
     problem: str = ""
-    """The reason if the files cannot be read."""
+    """Why the files cannot be read; empty if they can."""
 
 
 class Rates:
-    """Rates over time: tokens and busy time by server, training by rank, and running groups."""
+    """Amounts over time: tokens and busy time of each server, training time of each rank, and running groups."""
 
     def __init__(self) -> None:
         self.tokens, self.busy, self.training, self.running = TimeBins(), TimeBins(), TimeBins(), TimeBins()
@@ -59,13 +59,13 @@ class Rates:
 
 
 class RunModel:
-    """The known state of one run. One thread may fold while others read."""
+    """The known state of one run. One thread may call `fold` while others read the state."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.lock = threading.Lock()
         self.revision = 0
-        """Changes whenever events have been folded."""
+        """Changes whenever events have been added."""
         self.reading = Reading()
         self.reading.has_steps.set()
         self.number = 0
@@ -100,7 +100,7 @@ class RunModel:
     # ------------------------------------------------------------------------------------------------------- folding
 
     def fold(self, events: Iterable[Event], at_once: int = 500) -> bool:
-        """Fold events and steps from an `EventFollower`; return whether there were any.
+        """Add events and steps from an `EventFollower` to the state; return whether there were any.
 
         Other threads may read the state after every ``at_once`` events.
         """
@@ -120,7 +120,7 @@ class RunModel:
         return is_changed
 
     def _fold_steps(self, steps: Sequence[Event]) -> None:
-        """Fold steps; a step whose version is already known replaces all steps from that version on."""
+        """Add steps; a step whose version is already known replaces all steps from that version on."""
         first = 0
         last = self.steps.last
         for i, step in enumerate(steps):
@@ -162,7 +162,7 @@ class RunModel:
             self.notices.mark(event, "resumed", f"resumed from version {event['version']}")
 
     def _forget_after(self, time_s: float, version: int) -> None:
-        """Remove data of the previous process after the checkpoint from which the run was resumed."""
+        """Remove what the previous process did after the checkpoint from which the run was resumed."""
         self.end_s = time_s
         self.counts["lags"].forget_from(version + 1)
         for lane in self.lanes.values():
@@ -350,5 +350,5 @@ _FOLDS: Mapping[str, Callable[[RunModel, Event], None]] = {
 
 
 def _outcome(error: str | None) -> int:
-    """Return 0 for a request that was answered, 1 for one that was lost, 2 for one that the run cancelled."""
+    """Return 0 for a request that was answered, 1 for one that was lost, and 2 for one that the run cancelled."""
     return 0 if error is None else 2 if error == "cancelled" else 1

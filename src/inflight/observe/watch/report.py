@@ -20,14 +20,17 @@ from inflight.observe.watch.serving import asset
 
 _WIDTH = 1200
 _TILE_FACTOR = 4
-"""Number of tiles into which each level of the timeline divides a tile of the previous level; the page relies on it."""
+"""Number of tiles into which each level of the timeline divides a tile of the previous level; the page uses it too."""
 _MAX_LEVELS = 6
 _TIMELINE_BYTES = 24 * 1024 * 1024
 _NUM_ITEMS, _NUM_DETAILS, _NUM_WITH_TOKENS = 2000, 400, 60
 
 
 def write_report(directories: Sequence[Path], output: Path) -> None:
-    """Write the page of some runs to a file. Raises `ConfigError`, or `CheckpointError` if it cannot be written."""
+    """Write the page of some runs to a file.
+
+    Raises `ConfigError` for a directory without a run, and `CheckpointError` if the file cannot be written.
+    """
     runs = []
     for directory in directories:
         if not any((directory / name).exists() for name in (EVENTS, STEPS)):

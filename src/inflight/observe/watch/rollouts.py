@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_ITEMS = 5000
-"""Maximum number of items that are kept; beyond it, the oldest item is dropped."""
+"""Maximum number of items that are kept; if there are more, the oldest are dropped."""
 
 Part = tuple[int, Sequence[Sequence[int]], str]
-"""Number of sampled tokens so far, their spans (start, end, version), and the finish reason."""
+"""The number of tokens sampled so far, their spans (start, end, version), and the finish reason."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class ItemRow:
     reason: str = ""
     """Why the item was dropped."""
     version: int | None = None
-    """The version that was trained on it."""
+    """The version that was trained on the item."""
     oldest: int | None = None
     newest: int | None = None
     endpoints: dict[str, None] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class ItemRow:
     parts: dict[int, Part] = field(default_factory=dict)
     """Parts by the number of the completion or episode in its group."""
     turns: dict[int, Sequence[Sequence[float]]] = field(default_factory=dict)
-    """Start, end and tokens of each sampled turn of an episode, by its number."""
+    """Start, end and number of tokens of each sampled turn of an episode, by the episode's number."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     what: list[str] = field(default_factory=list)
     """A description of each failure."""
@@ -59,7 +59,7 @@ class ItemRow:
         }
 
     def detail(self) -> dict[str, Any]:
-        """Return everything that the events record about it."""
+        """Return everything that the events record about the item."""
         parts = [
             {
                 "number": number,
@@ -89,7 +89,7 @@ class Items:
         return self._items.get(number)
 
     def at(self, number: int, start_s: float, end_s: float) -> ItemRow:
-        """Return the item with this number, with its time span extended; create it if it is unknown."""
+        """Return the item with this number, which is created if it is unknown, and extend its time span."""
         item = self._items.get(number)
         if item is None:
             item = self._items[number] = ItemRow(number, start_s, end_s)
@@ -99,12 +99,15 @@ class Items:
         return item
 
     def forget_after(self, time_s: float, version: int) -> None:
-        """Drop items with events after ``time_s``, and items that were used to train versions after ``version``."""
+        """Drop items with events after ``time_s``, and items on which versions after ``version`` were trained."""
         for number in [it.number for it in self if it.end_s > time_s or (it.version or 0) > version]:
             del self._items[number]
 
     def page(self, state: str, order: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a page of items in a state (empty: all), sorted by ``newest``, ``reward``, ``length`` or ``lag``."""
+        """Return a page of the items in a state, sorted by ``newest``, ``reward``, ``length`` or ``lag``.
+
+        If ``state`` is empty, items in all states are included.
+        """
         found = [item for item in self if state in ("", item.state)]
         found.sort(key=_ORDERS.get(order, _ORDERS["newest"]))
         counts = Counter(item.state for item in self)

@@ -11,13 +11,13 @@ NUM_BINS = 1024
 NUM_COLUMNS = 256
 _FIRST_WIDTH_S = 0.1
 _LARGEST = 1 << 1000
-"""Integers from here on may not be representable as floats."""
+"""Integers of this size or more may not be representable as floats."""
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class StepTable:
-    """Named numbers of each step: mean, minimum and maximum of each bin of consecutive versions."""
+    """Named numbers of steps, as their mean, minimum and maximum in each bin of consecutive versions."""
 
     def __init__(self) -> None:
         self.width = 1
@@ -73,7 +73,9 @@ class StepTable:
         return [int(i) for i in np.flatnonzero(self._counts.any(axis=1))]
 
     def values(self, name: str, bins: Sequence[int]) -> dict[str, list[float]]:
-        """Return the ``mean`` of one number, NaN where missing, and ``low`` and ``high`` if bins are wider."""
+        """Return the ``mean`` of one number, NaN where it is missing, and ``low`` and ``high`` if bins have several
+        versions.
+        """
         column = self._columns[name]
         counts = self._counts[bins, column]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -120,7 +122,7 @@ class StepTable:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:
-    """Return the values of each name, None where a row has none."""
+    """Return the values of each name; None where a row lacks the name."""
     names = tuple(rows[0])
     if all(tuple(row) == names for row in rows):
         return dict(zip(names, zip(*(row.values() for row in rows), strict=True), strict=True))
@@ -132,12 +134,12 @@ class VersionCounts:
     """Counts of small integers, in bins of consecutive versions."""
 
     LARGEST = 64
-    """Larger numbers are counted as this one."""
+    """Larger numbers are counted as this number."""
 
     def __init__(self) -> None:
         self._width = 1
         self._counts: dict[int, list[float]] = {}
-        """Counts by bin. These are lists, because numpy would be slower for the few numbers of a step."""
+        """Counts by bin. They are lists because numpy would be slower for the few numbers of a step."""
 
     def add(self, version: int, counts: Iterable[tuple[int, float]]) -> None:
         while version // self._width >= NUM_BINS:
@@ -172,7 +174,7 @@ class TimeBins:
     def __init__(self) -> None:
         self.width_s = _FIRST_WIDTH_S
         self._amounts: dict[str, list[float]] = {}
-        """These are lists, because numpy would be slower for the few bins of a span."""
+        """Amounts by name. They are lists because numpy would be slower for the few bins of a span."""
         self.end_s = 0.0
 
     def add(self, name: str, start_s: float, end_s: float, amount: float) -> None:
@@ -197,14 +199,14 @@ class TimeBins:
         amounts[last] += per_bin * (end_s / self.width_s - last)
 
     def forget_after(self, time_s: float) -> None:
-        """Drop amounts after a time."""
+        """Drop the amounts after ``time_s``."""
         self.end_s = min(self.end_s, time_s)
         first = int(time_s / self.width_s) + 1
         for amounts in self._amounts.values():
             amounts[first:] = [0.0] * (NUM_BINS - first)
 
     def per_second(self, until_s: float) -> dict[str, list[float]]:
-        """Return the rate in each bin up to a time, where the last bin ends."""
+        """Return the rate in each bin up to ``until_s``, where the last bin ends."""
         num = min(NUM_BINS, int(until_s / self.width_s) + 1)
         widths = np.full(num, self.width_s)
         widths[-1] = max(until_s - (num - 1) * self.width_s, self.width_s / 4)

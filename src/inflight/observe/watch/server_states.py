@@ -37,7 +37,7 @@ class ServerStates:
         )
 
     def working(self, name: str, time_s: float) -> dict[str, Any]:
-        """Return the facts of a working server, which is back if it had left with an ended process."""
+        """Return the facts of a working server; if it had left because a process of the run ended, it is back."""
         server = self.at(name)
         if server["state"] == "left":
             self.change(name, time_s, "healthy")
@@ -52,6 +52,9 @@ class ServerStates:
         server["state"] = state
 
     def leave_all(self, time_s: float) -> None:
-        """Record that the process of the run has ended; servers that the next process finds are back."""
+        """Record that the process of the run has ended.
+
+        Servers that the next process finds will be marked as back.
+        """
         for name in self._servers:
             self.change(name, time_s, "left")

@@ -25,7 +25,7 @@ from inflight.observe.watch import views
 from inflight.observe.watch.model import RunModel
 
 FOLLOW_S = 0.5
-"""Interval, in seconds, at which files are checked for new events; ``_TELL_S``: at which pages are notified of them."""
+"""Seconds between checks of the files for new events; ``_TELL_S`` is the time between notifications of pages."""
 _TELL_S = 0.2
 _HEARTBEAT_S = 15.0
 _STEPS_S = 1.5
@@ -53,7 +53,7 @@ def asset(name: str) -> str:
 
 
 class Follower(threading.Thread):
-    """Folds the existing and new events of a run until stopped."""
+    """Adds the existing and new events of a run to its model until stopped."""
 
     def __init__(self, run: RunModel) -> None:
         super().__init__(name=f"inflight-watch-{run.directory.name}", daemon=True)
@@ -92,7 +92,7 @@ class Follower(threading.Thread):
 def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | None = None) -> ASGIApp:
     """Return the application that shows runs to clients with the token; the page itself, without data, is public.
 
-    Once ``closing`` is set, pages no longer receive changes, so that the server can end.
+    Once ``closing`` is set, pages are no longer notified of changes, so that the server can end.
     """
     closing = closing or threading.Event()
 
@@ -163,7 +163,7 @@ def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | 
 
 
 async def _changes(runs: Sequence[RunModel], request: Request, closing: threading.Event) -> AsyncIterator[str]:
-    """Yield server-sent events that name the runs which have changed."""
+    """Yield server-sent events that name the runs that have changed."""
     known = [-1] * len(runs)
     waited_s = 0.0
     yield "retry: 2000\n\n"
@@ -214,7 +214,7 @@ def _number(values: Mapping[str, Any], name: str, kind: type, default: Any = Non
 
 @contextlib.contextmanager
 def follow_runs(directories: Sequence[Path]) -> Any:
-    """Follow runs while the context is open; yields their models."""
+    """Follow runs while the context is open, and yield their models."""
     followers = [Follower(RunModel(directory)) for directory in directories]
     for follower in followers:
         follower.start()

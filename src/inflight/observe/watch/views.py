@@ -65,7 +65,7 @@ def overview(run: RunModel, names: Sequence[str]) -> dict[str, Any]:
 
 
 def timeline(run: RunModel, from_s: float, to_s: float, width: int) -> dict[str, Any]:
-    """Return the lanes of a window for a drawing of ``width`` pixels. Raises `InvalidRequestError`."""
+    """Return what the lanes contain in a window, for a drawing of ``width`` pixels. Raises `InvalidRequestError`."""
     if not (math.isfinite(from_s) and math.isfinite(to_s) and from_s < to_s):
         raise InvalidRequestError(f"the window from {from_s} to {to_s} s is empty: its end must be after its start")
     if not 1 <= width <= _MAX_WIDTH:

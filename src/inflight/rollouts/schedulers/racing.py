@@ -76,9 +76,9 @@ class TailRounds(Scheduler):
     """Races ``surplus`` times as many groups as a step needs, and keeps the slowest for a separate round.
 
     Once a round has as many finished groups as it needs, the others are aborted and wait. When enough groups wait for a
-    whole round, the next round consists of them and has no surplus: about one in 1 / (``surplus`` - 1) rounds
+    whole round, the next round consists of them and has no surplus. This is about one in 1 / (``surplus`` - 1) rounds
     (RollPacker, arXiv 2509.21009, with a surplus of 1.25). RollPacker also races more completions per group than it
-    trains on. This scheduler does not, because a group is trained as a whole.
+    trains on. This scheduler does not, because a group is trained on as a whole.
     """
 
     def __init__(

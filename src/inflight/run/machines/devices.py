@@ -31,7 +31,7 @@ class Device:
 
     @property
     def cuda_name(self) -> str:
-        """How a child's CUDA_VISIBLE_DEVICES must name it."""
+        """The name of the device in a child's CUDA_VISIBLE_DEVICES."""
         return self.word or str(self.index)
 
 

@@ -6,19 +6,19 @@ needs: see `inflight.contracts.WorkerKind.memory`.
 Each server needs, where c is the size of an element of ``model.dtype`` in bytes, and the cache stores K key-value heads
 of dimension D:
 
-- weights: c times all elements, over the GPUs that share a copy
-- KV cache (embedded engine): its limit, which is ``max_concurrent`` sequences of the whole context at 2 c K D bytes per
-  token and layer, at most half of the memory that the weights leave
+- weights: c times the number of elements, divided among the GPUs that share a copy
+- KV cache (embedded engine): its limit, which is ``max_concurrent`` sequences of full context at 2 c K D bytes per
+  token and layer, but at most half of the memory that the weights leave free
 - engine (any other engine): its share of each GPU, which holds weights, KV cache and activations
-- staged update: c times all elements, if an update waits in GPU memory for its commit
+- staged update: c times the number of elements, if an update waits in GPU memory for its commit
 
 With ``servers.release_memory`` trainers and servers take turns: while trainers train, servers hold no GPU memory.
 
 Each process on a GPU also needs `CONTEXT_BYTES` at all times. These estimates have not been compared with
 measurements.
 
-Processes without a GPU need the same in host memory, and `PROCESS_BYTES` instead of the context. A server of the
-embedded engine also keeps packed weights and a staged update there, and keys and values only of what it samples.
+Processes without a GPU need the same amounts of host memory, with `PROCESS_BYTES` instead of `CONTEXT_BYTES`. A server
+of the embedded engine also keeps packed weights and a staged update there, and keys and values only of what it samples.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def trainer_terms(config: RunConfig, base: MemoryTerm) -> tuple[MemoryTerm, ...]
 def server_terms(
     config: RunConfig, member: ServerGroupSection, use: GpuUse, model: ModelShape, memory_bytes: int
 ) -> tuple[MemoryTerm, ...]:
-    """Return what one server needs on each of its GPUs, each of which has ``memory_bytes`` (0: unknown).
+    """Return what one server needs on each of its GPUs, each of which has ``memory_bytes`` (0 if unknown).
 
     Raises `ConfigError` if the engine's share of that memory cannot hold the model and one sequence.
     """

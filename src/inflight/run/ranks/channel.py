@@ -1,7 +1,7 @@
 """The messages between the run and a trainer rank over a sealed channel: JSON and safetensors. Nothing is pickled.
 
-The body of a frame is the little-endian 64-bit length of a message as JSON, the message, then a safetensors file (empty
-without tensors).
+The body of a frame consists of the length of a JSON message as a little-endian 64-bit integer, the message, and a
+safetensors file, which is empty if there are no tensors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def encode(message: Message, tensors: Mapping[str, torch.Tensor] | None = None) 
 
 
 class WorkerChannel:
-    """A trainer rank's end of the channel; blocking."""
+    """A trainer rank's end of the channel, with blocking calls."""
 
     def __init__(self, connection: SealedConnection) -> None:
         self._connection = connection
@@ -58,7 +58,7 @@ class WorkerChannel:
 
 
 class RunChannel:
-    """The run's end of the channel to one rank; async.
+    """The run's end of the channel to one rank, for asyncio.
 
     `send` and `receive` raise `WorkerDiedError` if the connection is lost.
     """
@@ -74,8 +74,8 @@ class RunChannel:
             raise WorkerDiedError(f"the connection to trainer rank {self._rank} is lost: {error}") from error
 
     async def receive(self) -> Reply:
-        """Wait for the next reply. Raises `TrainerError` if the message is no reply, and `WorkerDiedError` if it has
-        tensors.
+        """Wait for the next reply. ¶ Raises `TrainerError` if the message is not a reply, and `WorkerDiedError` if it
+        has tensors.
         """
         try:
             head, payload = _split(await self._stream.receive(_MAX_FRAME_BYTES))

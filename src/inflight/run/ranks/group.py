@@ -66,7 +66,7 @@ class TrainerGroup:
     on_note: Callable[[str], None]
     """Called once for each distinct note of a rank."""
     lock: int | None = None
-    """Inherited by the ranks' processes."""
+    """The descriptor of the run directory's lock, which the ranks' processes inherit."""
     places: Sequence[GpuPlacement] = ()
     """The name and GPUs of each rank. If empty, `place` names ranks as on a machine without GPUs."""
     launcher: Launcher = field(default_factory=LocalLauncher)
@@ -128,7 +128,7 @@ class TrainerGroup:
             return (await _all_of(self.ranks, [_rendezvous_of(rank) for rank in self.ranks], timeout_s))[0]
 
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
-        """Take one optimizer step on the frame of each share; return every rank's answer.
+        """Take one optimizer step on the data of all shares, one frame for each; return every rank's answer.
 
         If several ranks compute a share together, only the answer of the first has metrics and logprobs.
         """
@@ -210,7 +210,7 @@ class TrainerGroup:
     # ------------------------------------------------------------------------------- training that others control
 
     async def accumulate(self, frames: Sequence[bytes]) -> list[Accumulated]:
-        """Accumulate the gradient of the frame of each share; return the answer of each share's first rank."""
+        """Accumulate the gradient of all shares, one frame for each; return the answer of each share's first rank."""
         answers = await self._ask([frames[share] for share in self.data_ranks], Accumulated, self.limits.step_s)
         return [answers[self.data_ranks.index(share)] for share in range(self.num_shares)]
 

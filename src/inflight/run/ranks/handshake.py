@@ -26,7 +26,7 @@ from inflight.errors import TrainerError
 from inflight.run.ranks.channel import RunChannel
 
 RUN_VARIABLE = "INFLIGHT_RUN"
-"""``HOST:PORT`` at which a rank connects to its run."""
+"""The environment variable with the ``HOST:PORT`` at which a rank connects to its run."""
 _CONNECT_S = 300.0
 """How long a rank tries to connect to its run, which may start later."""
 

@@ -33,7 +33,7 @@ from inflight.weights.send.fleet import MemberState, StateChange
 
 
 class Message(BaseModel):
-    """Base of every message: immutable, rejects unknown fields, keeps NaN and infinity."""
+    """The base of every message, which is immutable, rejects unknown fields, and keeps NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
@@ -57,7 +57,7 @@ class Start(Message):
     config: RunConfig
     run_id: str
     members: Members | None
-    """None if the run never publishes."""
+    """The servers to update; None if the run never publishes."""
     checkpoint: Path | None
     rendezvous: str
     """``HOST:PORT`` of rank 0's store, through which the ranks connect; empty for a single rank."""
@@ -78,7 +78,7 @@ class Train(Message):
     """The number of groups in the whole step; ``num_sequences`` also covers the whole step."""
     num_sequences: int
     publish: Members | None
-    """None if the new version is not published."""
+    """The servers to which the new version is published; None if it is not published."""
     returns_logprobs: bool = False
     """Whether the answer includes the trainer logprobs."""
 
@@ -237,7 +237,7 @@ Floats = Annotated[
     BeforeValidator(_decoded),
     PlainSerializer(_encoded, return_type=str),
 ]
-"""A float32 array, in JSON as base64 of its bytes, little-endian."""
+"""A float32 array; in JSON, the base64 encoding of its little-endian bytes."""
 
 
 class RankAnswer(Message):

@@ -73,7 +73,7 @@ _MEET_S = 300.0
 """How long rank 0's store waits for entries of the other ranks."""
 Dist: Any = dist  # the stubs lack the stores
 _SAID_OF_OTHERS = ("gloo/transport", "NCCL")
-"""Fragments of the errors of collectives, which fail on every rank when one rank ends."""
+"""Fragments of error messages from collectives, which fail on every rank when one rank ends."""
 
 
 def collectives_backend(device: str) -> str:

@@ -42,7 +42,7 @@ class StartingPoint:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """A directory that this process owns until `release`, and where the run begins."""
+    """A directory that this process owns until `release`, and the point from which the run begins."""
 
     path: Path
     run_id: str
@@ -85,8 +85,8 @@ class RunDirectory:
 def starting_point(path: Path, *, resume: bool) -> StartingPoint:
     """Return where a run in this directory would begin, without changing anything.
 
-    Raises `ConfigError` where `claim` would: if a running process owns the directory, if it is not writable, if it
-    contains a run and ``resume`` is false, or if it contains none and ``resume`` is true.
+    Raises `ConfigError` in the same cases as `claim`: if a running process owns the directory, if it is not writable,
+    if it contains a run and ``resume`` is false, or if it contains none and ``resume`` is true.
     """
     if resume and not (path / "config.json").exists():
         raise ConfigError(f"{str(path)!r} holds no run to resume: start a new run without --resume")

@@ -27,7 +27,7 @@ class _IncompleteCheckpoint:
 
     state: dict[str, Any]
     ended_on: set[int] = field(default_factory=set)
-    """Ranks that have completed it."""
+    """Ranks that have completed the checkpoint."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Turning finished groups into the requests of one optimizer step: advantages, staleness, packing."""
+"""Turns finished groups into the requests of one optimizer step: advantages, staleness, packing."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from inflight.types import Group
 from inflight.wire import DraftHistory, PromptHistory
 
 _MAX_WAITING = 1024
-"""Number of groups that may wait to be sent; beyond it, the oldest is dropped."""
+"""Number of groups that may wait to be sent; if there are more, the oldest is dropped."""
 _MAX_TOKENS = 1 << 20
 """Maximum number of tokens in one message, unless a single group has more."""
 

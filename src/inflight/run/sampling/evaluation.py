@@ -65,7 +65,7 @@ async def sample_item(work: Completions, endpoint: InferenceEndpoint, index: int
 
 
 class Answer(BaseModel):
-    """One evaluated answer; a line of the file."""
+    """One evaluated answer, which is a line of the file."""
 
     version: int
     """The newest version that sampled one of the tokens of this evaluation."""

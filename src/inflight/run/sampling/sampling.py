@@ -1,4 +1,4 @@
-"""Producing the batches of optimizer steps from a task, through the dispatcher, and recording what happens."""
+"""Produces the batches of optimizer steps from a task, through the dispatcher, and records what happens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from inflight.types import Group
 from inflight.wire import Completion
 
 _RUN_ID_LENGTH = 128
-"""How many characters of the run's id the ids of requests contain; the length of these ids is limited."""
+"""How many characters of the run's id are part of the ids of requests, whose length is limited."""
 
 
 def _step_rules(config: RunConfig, work: Work) -> StepRules:
@@ -55,8 +55,7 @@ def _step_rules(config: RunConfig, work: Work) -> StepRules:
 class Sampling:
     """Makes batches from the groups that the dispatcher composes, and records what happens to groups.
 
-    `begin_batch` sets the version from which the next step starts; `batch` returns its batch once the dispatcher has
-    composed it.
+    `batch` requests the step that starts from a version, and returns its batch once the dispatcher has composed it.
     """
 
     def __init__(
@@ -123,7 +122,7 @@ class Sampling:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state` returned; only the ledger is passed to the constructor instead.
+        """Continue from a state that `state` returned; the ledger, however, is passed to the constructor.
 
         Raises `CheckpointError`. If the scheduler or the staleness policy has changed, it starts from scratch.
         """

@@ -52,7 +52,7 @@ class SamplingEndpoint:
 
     endpoint: InferenceEndpoint
     known_capabilities: Capabilities | None = None
-    """None until the endpoint has reported them."""
+    """The endpoint's capabilities; None until it has reported them."""
     version: int | None = None
     drafted: list[DraftCounts] = field(default_factory=list)
     """Draft counts of answered completions, if the endpoint reports them; shared by the endpoints of an actor."""

@@ -2,9 +2,9 @@
 
 Code that blocks, or holds the interpreter's lock, would stop the run; a process can be abandoned. Each process
 constructs the task and the same items, and decodes completions. A call consists of its number, the number of an item,
-its level in a curriculum, and the lengths and token ids of its completions as 32-bit integers, or -1 to request the
-item itself. Answers, and the message that the process is ready, are JSON. A process ends when its standard input ends,
-even while it computes rewards.
+its level in a curriculum, and the lengths and token ids of its completions as 32-bit integers, or -1 instead of these
+to request the item itself. Answers, and the message that the process is ready, are JSON. A process ends when its
+standard input ends, even while it computes rewards.
 """
 
 from __future__ import annotations

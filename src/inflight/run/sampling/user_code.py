@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def item_of(task: Task | Environment, index: int, level: int = 0) -> TaskItem:
-    """Return an item, of a level if the task is a curriculum. Raises `TaskError`."""
+    """Return an item; if the task is a curriculum, one of this level. Raises `TaskError`."""
     kind = "environment" if isinstance(task, Environment) else "task"
     what = f"{kind} {task.name!r} failed to make item {index}"
     item = call_user(what, lambda: task.item_at(level, index) if isinstance(task, Curriculum) else task.item(index))
@@ -49,7 +49,10 @@ def call_user(what: str, call: Callable[[], T]) -> T:
 
 
 async def in_thread(what: str, call: Callable[[], T], timeout_s: float) -> T:
-    """Return the result of ``call``, run in its own thread. Also raises `TaskError` if it takes too long."""
+    """Return the result of ``call``, run in its own thread.
+
+    Raises `TaskError` like `call_user`, and also if the call takes too long.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             return await run_abandonable(call, "inflight-task")

@@ -76,7 +76,7 @@ class Work(Protocol):
         return None
 
     def forget(self, index: int) -> None:
-        """End and discard the stored state of an item."""
+        """End what is still running for an item, and discard its stored state."""
         return
 
     @abstractmethod

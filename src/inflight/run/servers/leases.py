@@ -27,7 +27,7 @@ from inflight.run.config import RunConfig
 _BEAT_S = 0.5
 _ASK_S = 5.0
 _PATIENCE_S = 15.0
-"""A server that has not answered for this long is considered ended."""
+"""A server that has not answered for this long is considered to have ended."""
 
 
 class LeasedServer(Launched):

@@ -1,4 +1,4 @@
-"""Passing GPU memory between servers, which hold it while they sample, and trainers, which hold it while they train.
+"""Passes GPU memory between servers, which hold it while they sample, and trainers, which hold it while they train.
 
 A server that fails to release or restore its memory is left out, like any other server that fails, until a publish
 reaches it again.

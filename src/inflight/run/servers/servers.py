@@ -53,7 +53,7 @@ class Servers:
     """Name and GPUs of each server that the run starts."""
     launcher: Launcher
     is_training: Callable[[], bool]
-    """Whether the ranks are training; otherwise they wait for samples."""
+    """Returns whether the ranks are training; otherwise they wait for samples."""
     own: list[ServerProcess] = field(default_factory=list)
     extra: list[ServerProcess] = field(default_factory=list)
     """Servers that ``servers.scaling`` has started because training waited, and that have joined."""
@@ -129,7 +129,8 @@ class Servers:
     def members(self) -> Members:
         """Return the servers of the next publish; call it once for each publish.
 
-        If a server has joined or been restarted since the last call, it retries every server that was left out.
+        If a server has joined or been restarted since the last call, this publish retries every server that was left
+        out.
         """
         return self.membership.take_members()
 
