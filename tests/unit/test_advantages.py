@@ -110,7 +110,7 @@ def test_batch_of_groups_is_each_group_by_itself_for_other_estimators():
 
 
 def test_estimators_say_what_they_lack():
-    with pytest.raises(InvalidRequestError, match="give the completions' lengths"):
+    with pytest.raises(InvalidRequestError, match="pass the completions' lengths"):
         group_advantages([1.0, 0.0], "opo")
     with pytest.raises(InvalidRequestError, match="call batch_advantages"):
         group_advantages([1.0, 0.0], "batch_std")

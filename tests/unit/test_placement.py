@@ -131,7 +131,7 @@ def test_colocated_servers_start_again_at_the_first_gpu(configured) -> None:
         (["--train.devices", "[0, 1]"], 4, "train.devices names 2 GPUs for 1 trainer ranks"),
         (["--train.devices", "[4]"], 4, "trainer-0 is assigned GPU 4, but the run sees 4"),
         (["--train.devices", "[0]", "--servers.devices", "[0]"], 4, "share GPU 0: name different GPUs, or set"),
-        (["--servers.devices", "[1, 2]"], 4, "names 2 GPUs, but count 1 on 1 each need 1"),
+        (["--servers.devices", "[1, 2]"], 4, "names 2 GPUs, but count 1 with 1 per server needs 1"),
         (["--servers.device", "cuda:1"], 4, "servers.device 'cuda:1' names one GPU for all servers"),
         (["--train.device", "cpu", "--train.devices", "[0]"], 4, "the trainers compute on 'cpu'"),
         (["--servers.device", "cpu", "--servers.devices", "[0]"], 4, "the servers compute on 'cpu'"),

@@ -15,12 +15,15 @@ AdvantageEstimator = Literal[
 ]
 """Estimators of advantages, where R is a reward, and mean and std are taken over the rewards of its group:
 
-``mean`` R - mean (Dr. GRPO, arXiv 2503.20783) ``leave_one_out`` R - mean of the others (RLOO, arXiv 2402.14740;
-PipelineRL) ``std`` (R - mean) / (std + 1e-4) (GRPO, arXiv 2402.03300) ``population_std`` the same with the divisor G
-instead of G - 1, and 1e-8 (TRL's AsyncGRPOTrainer) ``leave_one_out_std`` (R - mean of the others) / (std of the others
-+ 1e-6) (NeMo-RL) ``batch_std`` (R - mean) / (std of all such differences of the batch + 1e-4) (ScaleRL, arXiv
-2510.13786) ``opo`` R - sum(L R) / sum(L), L the completions' lengths (OPO, arXiv 2505.23585) ``maxrl`` (R - mean) /
-mean, 0 if the mean is not above 0 (MaxRL, arXiv 2602.02710) ``zero`` 0: rewards have no effect
+``mean``               R - mean (Dr. GRPO, arXiv 2503.20783)
+``leave_one_out``      R - mean of the others (RLOO, arXiv 2402.14740; PipelineRL)
+``std``                (R - mean) / (std + 1e-4) (GRPO, arXiv 2402.03300)
+``population_std``     the same with the divisor G instead of G - 1, and 1e-8 (TRL's AsyncGRPOTrainer)
+``leave_one_out_std``  (R - mean of the others) / (std of the others + 1e-6) (NeMo-RL)
+``batch_std``          (R - mean) / (std of all such differences of the batch + 1e-4) (ScaleRL, arXiv 2510.13786)
+``opo``                R - sum(L R) / sum(L), where L are the completions' lengths (OPO, arXiv 2505.23585)
+``maxrl``              (R - mean) / mean, or 0 if the mean is not above 0 (MaxRL, arXiv 2602.02710)
+``zero``               0, so that rewards have no effect
 """
 
 _STD_EPS = 1e-4
@@ -88,7 +91,7 @@ def group_advantages(
             return [_leave_one_out_std(rewards, i) for i in range(size)]
         case "opo":
             if lengths is None:
-                raise InvalidRequestError("the estimator opo weighs rewards by lengths: give the completions' lengths")
+                raise InvalidRequestError("the estimator opo weighs rewards by lengths: pass the completions' lengths")
             baseline = math.fsum(n * reward for n, reward in zip(lengths, rewards, strict=True)) / sum(lengths)
             return [reward - baseline for reward in rewards]
         case "maxrl":

@@ -26,7 +26,7 @@ class Curriculum(Task):
     """A task with several levels, easiest first, which begins at the first level.
 
     `record_group` changes the level by one when the last groups of the current level were easy or hard. The change
-    affects items that have not been requested yet, so an item keeps its level, also after `restore`.
+    affects items that have not been requested yet, so an item keeps its level, even after `restore`.
     """
 
     def __init__(self, levels: Sequence[Task]) -> None:

@@ -39,7 +39,7 @@ class Ledger:
         """
         self.num_dropped: Counter[str] = Counter()
         self.num_requeued = 0
-        """Number of calls of `requeue`, also in earlier processes; items that a restart puts back are not counted."""
+        """Number of calls of `requeue`, also counting earlier processes, but not items that a restart puts back."""
 
     @property
     def outstanding(self) -> int:

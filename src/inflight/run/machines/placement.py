@@ -208,7 +208,7 @@ def _server_devices(member: ServerGroupSection, num_devices: int) -> list[tuple[
     if len(given) != member.count * num_devices:
         raise ConfigError(
             f"devices {list(given)} of the {member.engine} servers names {len(given)} GPUs, but count {member.count} "
-            f"on {num_devices} each need {member.count * num_devices}"
+            f"with {num_devices} per server needs {member.count * num_devices}"
         )
     return [given[i * num_devices : (i + 1) * num_devices] for i in range(member.count)]
 

@@ -46,7 +46,7 @@ class RunDirectory:
 
     path: Path
     run_id: str
-    """The run's name for servers; restarts keep it, so that servers refuse a replaced trainer."""
+    """The run's name for servers. Restarts keep the name, so that servers refuse a replaced trainer."""
     lock: int
     """File descriptor of the lock, for children to inherit."""
     checkpoint: Path | None
