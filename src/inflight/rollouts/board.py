@@ -39,7 +39,7 @@ class EndpointLoad:
 
     @property
     def load(self) -> float:
-        """The share of its capacity that is in use, from 0 to 1."""
+        """The share of the endpoint's capacity that is in use, from 0 to 1."""
         return self.num_running / self.capacity
 
 

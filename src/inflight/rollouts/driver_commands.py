@@ -44,7 +44,7 @@ class ScoredGroup:
     failures: Sequence[tuple[str, str]] = ()
     """For each failed episode, the kind under which it is counted, and a description."""
     num_rewritten: int = 0
-    """Number of conversations that continued from a different rendering of their history."""
+    """Number of conversations that continued after their history had been rendered differently."""
 
 
 @dataclass(frozen=True, slots=True)

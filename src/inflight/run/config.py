@@ -343,8 +343,8 @@ class RunConfig(Section):
                 )
             if servers.release_memory:
                 raise ValueError(
-                    "updates.mode 'pull' loads versions at any time, but servers.release_memory takes their memory "
-                    "away: set updates.mode to 'push'"
+                    "with updates.mode 'pull', servers load versions at any time, but with servers.release_memory they "
+                    "hold no memory while the trainers train: set updates.mode to 'push'"
                 )
         if servers.release_memory and updates.delta and find_transport(updates.transport).needs_gpu:
             raise ValueError(

@@ -29,7 +29,7 @@ _LEFT_OUT = (MemberState.SUSPECT, MemberState.DEAD)
 
 
 class Delivery(Protocol):
-    """Follows which version each server serves, and gives work to the servers that may sample."""
+    """Tracks which version each server serves, and gives work to the servers that may sample."""
 
     serving: Mapping[str, int | None]
     """The version that each server reported, or None if it did not answer. Empty if versions are pushed."""

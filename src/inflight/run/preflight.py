@@ -279,13 +279,12 @@ def _check_launcher(config: RunConfig, hosts: Hosts) -> None:
     """Raise `ConfigError` if the configuration needs something that the launcher does not support."""
     if hosts.port and not config.servers.attach.others_may_come:
         raise ConfigError(
-            f"launcher {config.run.launcher!r} starts no servers: set servers.attach.join, where they join by "
-            "themselves"
+            f"launcher {config.run.launcher!r} starts no servers: set servers.attach.join, where servers can join"
         )
     if config.servers.lease_s and not hosts.can_outlive:
         raise ConfigError(
             f"servers.lease_s lets servers outlive the run, but the servers of launcher {config.run.launcher!r} "
-            "cannot: leave it out, or use launcher 'local'"
+            "cannot: omit the lease, or use launcher 'local'"
         )
 
 

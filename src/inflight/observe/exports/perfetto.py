@@ -30,7 +30,7 @@ _COUNTERS = {
 }
 """Metrics of a step, and their labels."""
 _INSTANTS = ("item_dropped", "episode_failed", "checkpoint_saved", "fleet_scaled", "failure", "run_ended")
-"""Kinds without a duration that are shown on the run's own track."""
+"""Kinds of events without a duration, which are shown on the run's own track."""
 
 
 def write_perfetto(directory: Path, out: Path) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PART_BYTES = 32 * 1024 * 1024
 NUM_PARTS = 8
-"""``events.jsonl`` is renamed at ``PART_BYTES``; ``NUM_PARTS`` event files are kept, including ``events.jsonl``."""
+"""``events.jsonl`` is renamed when it has ``PART_BYTES``; ``NUM_PARTS`` files are kept, including ``events.jsonl``."""
 _CHUNK_BYTES = 1 << 17
 _MAX_LINE_BYTES = 64 << 20
 """Size limits of an event, and of a compressed part, which is twice the maximum size of a part."""

@@ -37,7 +37,10 @@ class ServerStates:
         )
 
     def working(self, name: str, time_s: float) -> dict[str, Any]:
-        """Return the facts of a working server; if it had left because a process of the run ended, it is back."""
+        """Return the facts of a working server.
+
+        If it had left because a process of the run ended, it is marked as back.
+        """
         server = self.at(name)
         if server["state"] == "left":
             self.change(name, time_s, "healthy")

@@ -81,8 +81,8 @@ def place(config: RunConfig, devices: Sequence[Device]) -> Placement:
         )
     if servers.device is not None and ":" in servers.device:
         raise ConfigError(
-            f"servers.device {servers.device!r} names one GPU for all servers: write 'cuda', and the GPUs of each "
-            "server in servers.devices"
+            f"servers.device {servers.device!r} names one GPU for all servers: write 'cuda', and list the GPUs of "
+            "each server in servers.devices"
         )
     for member in servers.members:
         if member.devices is not None and not wants_gpu(servers.device):
@@ -128,12 +128,12 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
     if config.train.devices is not None or any(member.devices is not None for member in servers.members):
         raise ConfigError(
             "train.devices and servers.devices number the GPUs of one machine, but run.launcher "
-            f"{config.run.launcher!r} chooses among hosts: leave them out"
+            f"{config.run.launcher!r} chooses among hosts: omit both settings"
         )
     if servers.colocated:
         raise ConfigError(
             f"servers.colocated shares the GPUs of one machine, but run.launcher {config.run.launcher!r} gives each "
-            "process its own: leave it out"
+            "process its own: omit this setting"
         )
     on_gpu = bool(num_gpus) and wants_gpu(config.train.device)
     trainers = [GpuPlacement(f"trainer-{rank}", "trainer", (), int(on_gpu)) for rank in range(config.train.num_ranks)]

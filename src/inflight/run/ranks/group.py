@@ -173,7 +173,7 @@ class TrainerGroup:
             raise WorkerDiedError(self.ranks[number].how_it_ended())
 
     async def stop(self) -> None:
-        """Close the ranks' input, wait for them to end, and remove the stored weights that a killed rank has left."""
+        """Close the ranks' input, wait for them to end, and remove stored weights that a killed rank left behind."""
         for rank in self.ranks:
             rank.meeting.close()
         await finish_all(*(rank.stop() for rank in self.ranks))

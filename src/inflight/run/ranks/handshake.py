@@ -94,7 +94,7 @@ def meet_run(where: str, token: str, rank: int) -> SealedConnection:
 def interface_of(address: str) -> str | None:
     """Return the network interface that has this IPv4 address; None for a loopback address, or if no interface has it.
 
-    Without an explicit interface, Gloo and NCCL choose one by the name of the host.
+    Without an explicit interface, Gloo and NCCL choose one by the host's name.
     """
     import fcntl
 

@@ -120,8 +120,8 @@ class TrainerRank:
             isinstance(self._worker, ReplayingWorker) and self._worker.replays_routing
         ):
             raise ConfigError(
-                f"train.router_replay is true, but worker {name!r} does not replay the experts of this model: it must "
-                "be a mixture of experts, trained with the trainer 'fsdp' without compile"
+                f"train.router_replay is true, but worker {name!r} does not replay the experts of this model: the "
+                "model must be a mixture of experts, trained with the trainer 'fsdp' without compile"
             )
         self._saver: BackgroundSaver | None = None
         if config.run.background_saves:

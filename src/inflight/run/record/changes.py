@@ -14,7 +14,7 @@ _CONFIG = "config.json"
 _FIXED = ("task.name", "run.seed")
 """Settings that may not change, because the ledger numbers the items of one task under one seed."""
 _OF_PROMPTS = ("task.params", "task.prompt_template", "task.system_prompt", "model.path")
-"""Settings whose change prevents continuing a partial completion, because prompts differ."""
+"""Settings that change prompts; if one of them has changed, partial completions cannot be continued."""
 _MAX_VALUE = 60
 
 

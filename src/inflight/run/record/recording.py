@@ -65,8 +65,8 @@ class RunRecording:
             known = {"start": await asyncio.to_thread(weights_of, self._config.model.path)}
         if versions_of(record) != [*range(1, version + 1)]:
             self._note(
-                f"recording: some steps up to version {version} were not recorded, so the record can be read and "
-                "sampled again, but its training cannot be repeated"
+                f"recording: some steps up to version {version} were not recorded, so the record can be read, and "
+                "its completions can be sampled again, but its training cannot be repeated"
             )
         self._manifest = self._manifest.model_copy(update=known)
         await asyncio.to_thread(self._writer.begin, self._manifest)

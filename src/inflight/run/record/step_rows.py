@@ -37,7 +37,7 @@ class Notes:
     progress: Progress
     evaluation: Evaluation
     doing: str = ""
-    """The current activity, shown to the user during start and stop; empty while steps are trained."""
+    """The current activity, shown to the user while the run starts and stops; empty while steps are trained."""
 
     def step(self, batch: StepBatch, answers: Sequence[Trained], serving: Mapping[str, int | None]) -> dict[str, Any]:
         """Write the row of the last step, show it, and return it."""
@@ -78,13 +78,13 @@ class Notes:
         return row
 
     async def note_what_runs(self) -> None:
-        """Record the number of running groups for the timeline until cancelled."""
+        """Until cancelled, record the number of running groups for the timeline."""
         while True:
             self.journal.running(self.sampling.num_running)
             await asyncio.sleep(_SAMPLE_S)
 
     async def show_what_is_waited_for(self) -> None:
-        """Show what the run is waiting for at intervals until cancelled."""
+        """Until cancelled, show at intervals what the run is waiting for."""
         while True:
             await asyncio.sleep(1.0)
             what = "training and publishing" if self.sampling.is_training else self.sampling.progress()

@@ -114,7 +114,7 @@ class Actor:
     """The run whose versions endpoints may sample from; if None, any run."""
     clock: Callable[[], float] = time.monotonic
     making: tuple[int, float] | None = field(default=None, init=False)
-    """The item that the task is making, and when it began."""
+    """The item that the task is making, and the time at which it began."""
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while no endpoint receives work, after the first call of `serve`."""
     _endpoints: dict[str, SamplingEndpoint] = field(default_factory=dict, init=False)

@@ -102,7 +102,8 @@ class Sampling:
         self.draft_source = FinishedGroups()
         """Finished groups to send to the servers that draft from them."""
         self.num_rewritten = 0
-        """Number of conversations that continued as a separate rollout after another rendering of their history."""
+        """Number of conversations that continue as a separate rollout because their history was rendered differently.
+        """
         self.is_training = False
         """Whether a batch has been returned and is not settled yet."""
         self._groups: Sequence[Group] = ()
@@ -110,7 +111,10 @@ class Sampling:
         self._is_composed = asyncio.Event()
 
     def state(self) -> dict[str, Any]:
-        """Return the state that determines what is sampled next as JSON values, for `restore`."""
+        """Return the state that determines what is sampled next.
+
+        It consists of JSON values, and is passed to `restore`.
+        """
         return {
             **self.dispatcher.state(lambda sampled: sampled.model_dump(mode="json")),
             "scheduler_name": self._config.rollouts.scheduler,

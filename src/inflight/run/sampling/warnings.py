@@ -12,7 +12,7 @@ from inflight.rollouts.littles_law import LittlesLaw
 from inflight.types import Group
 
 _NUM_DROPPED = 24
-"""The user is warned after this many dropped groups in a row, and after each doubling."""
+"""The user is warned after this many dropped groups in a row, and each time that number has doubled."""
 
 _WHY_STALE = "Their tokens are older than rollouts.max_lag allows: check whether the servers lag behind the trainer"
 _WHY_FILTERED = "The composer rejects groups like the last one: see rollouts.composer."
@@ -20,7 +20,7 @@ _WHY_FILTERED = "The composer rejects groups like the last one: see rollouts.com
 
 @dataclass(slots=True)
 class SamplingWarnings:
-    """Counts problems with the sampling of a run, and warns the user immediately and after each doubling."""
+    """Counts problems with the sampling of a run, and warns the user at once and each time that a count has doubled."""
 
     note: Callable[[str], None]
     num_dropped: Mapping[str, int]
@@ -106,7 +106,7 @@ class SamplingWarnings:
             for name, it in found.items()
         )
         self.note(
-            f"training prefers some completions to others: {what}. They are left out because they are too old by "
-            f"rollouts.max_lag; this is alarm {self.audit.num_alarms}. Raise rollouts.max_lag, or lower "
+            f"training prefers some completions to others: {what}. Completions are left out because they are older "
+            f"than rollouts.max_lag allows; this is alarm {self.audit.num_alarms}. Raise rollouts.max_lag, or lower "
             "servers.max_concurrent, so that fewer groups are in flight"
         )

@@ -80,7 +80,7 @@ class JoinServer:
         return {name: it.url for name, it in self._joined.items() if not it.has_left and now - it.renewed < _SILENT_S}
 
     def hands_on(self, name: str) -> bool:
-        """Return whether an unlisted server has announced its departure, so its requests can continue elsewhere."""
+        """Return whether a server has announced its departure, so that its requests can continue elsewhere."""
         return name in self._joined and self._joined[name].has_left
 
     async def _answer(self, request: Request) -> Response:

@@ -113,7 +113,9 @@ def _read_ready_file(ready_file: Path) -> tuple[str, int] | None:
 
 
 def token_of(config: RunConfig, directory: Path) -> str:
-    """Return the control token of a run: from the environment, or else a new one. Servers with a lease keep theirs."""
+    """Return the control token of a run: from the environment, or else a new one. Servers with a lease keep their
+    token.
+    """
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(24)
     return load_or_store_token(directory, token) if config.servers.lease_s else token
 

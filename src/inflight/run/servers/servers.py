@@ -217,7 +217,7 @@ class Servers:
 
 
 def no_server_left(actor: Actor, news: Collection[str] = ()) -> EndpointError:
-    """Return the error that states how every endpoint was lost, with the ``news`` about them since then."""
+    """Return the error that states how every endpoint was lost, with later ``news`` about the endpoints."""
     causes = "; ".join(f"{lost}: {why}" for lost, why in actor.dispatcher.endpoints.lost.items())
     since = f". Since then: {'; '.join(news)}" if news else ""
     return EndpointError(f"no inference server is left ({causes}){since}")
