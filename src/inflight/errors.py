@@ -1,9 +1,9 @@
-"""Every error that inflight raises; the class states what state the failure leaves.
+"""Every error that inflight raises; its class indicates the state after the failure.
 
     InflightError
     ├── ConfigError                  nothing was started, nothing was written
     ├── UnsupportedError             the capability is not supported; nothing changed
-    ├── InvalidRequestError          this request was refused; the endpoint continues as it was
+    ├── InvalidRequestError          this request was refused; the endpoint is unaffected
     ├── EndpointError                (carries the endpoint's URL)
     │   ├── UnauthorizedError        the token was refused; nothing changed
     │   ├── UnreachableError         no answer: the endpoint's state is unknown
@@ -11,17 +11,17 @@
     │   ├── ProtocolError            the answer breaks the contract: the endpoint's state is unknown
     │   ├── PoisonedError            weights are torn until a complete update or a restart
     │   ├── BusyError                its memory cannot be released now; nothing changed
-    │   └── ReleasedError            its memory is released; weights are whole, and serve once it is restored
+    │   └── ReleasedError            the weights are whole, and are served once its memory is restored
     ├── UpdateError
-    │   ├── UpdateRefusedError       before any byte was sent: the old weights serve on
+    │   ├── UpdateRefusedError       before any byte was sent: the old weights are still served
     │   │   └── FencedError          another incarnation of this run's trainer has taken over; stop
-    │   ├── UpdateAbortedError       before any byte was applied: the old weights serve on
+    │   ├── UpdateAbortedError       before any byte was applied: the old weights are still served
     │   ├── TransferError            the weight group is unusable and must be formed again
     │   └── PublishError             the report lists which weights each endpoint serves
     ├── TrainerError
     │   ├── NonFiniteError           loss, gradient, logprobs or weights are not finite; nothing changed
     │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still whole
-    │   └── WorkerDiedError          a trainer rank is gone; the last checkpoint is whole
+    │   └── WorkerDiedError          a trainer rank has ended; the last checkpoint is whole
     ├── TaskError                    a task could not be made or a reward could not be computed
     ├── ContextFullError             a conversation has no room for another turn; nothing was appended
     └── EpisodeOverError             the episode has ended; nothing more is sampled for it
@@ -56,13 +56,14 @@ class UnsupportedError(InflightError):
 
 
 class InvalidRequestError(InflightError):
-    """The request breaks a rule of the contract and was refused; the endpoint continues as it was."""
+    """The request breaks a rule of the contract and was refused; the endpoint is unaffected."""
 
     code = "invalid_request"
 
 
 class EndpointError(InflightError):
-    """A call on an endpoint failed; ``endpoint`` is its URL or name, empty when raised inside the endpoint."""
+    """A call to an endpoint failed; ``endpoint`` is its URL or name, empty if the error is raised inside the endpoint.
+    """
 
     code = "endpoint_error"
 
@@ -82,7 +83,7 @@ class UnauthorizedError(EndpointError):
 
 
 class UnreachableError(EndpointError):
-    """The endpoint gave no answer (refused, reset, gone); its state is unknown."""
+    """The endpoint gave no answer (the connection was refused, reset or closed); its state is unknown."""
 
     code = "unreachable"
 
@@ -100,19 +101,23 @@ class ProtocolError(EndpointError):
 
 
 class PoisonedError(EndpointError):
-    """The endpoint's weights are torn and it refuses to generate until a complete update or a restart."""
+    """The endpoint's weights are torn (only partly updated); it refuses to generate until a complete update or a
+    restart.
+    """
 
     code = "poisoned"
 
 
 class BusyError(EndpointError):
-    """The endpoint's memory cannot be released, because requests run or an update is open; nothing changed."""
+    """The endpoint's memory cannot be released, because requests are running or an update is open; nothing changed."""
 
     code = "busy"
 
 
 class ReleasedError(EndpointError):
-    """The endpoint's memory is released and it refuses to generate until that is restored; its weights are whole."""
+    """The endpoint's memory is released, and it refuses to generate until the memory is restored; its weights are
+    whole.
+    """
 
     code = "released"
 
@@ -124,19 +129,19 @@ class UpdateError(InflightError):
 
 
 class UpdateRefusedError(UpdateError):
-    """The endpoint refused the update before any byte was sent; the old weights serve on."""
+    """The endpoint refused the update before any byte was sent; it still serves the old weights."""
 
     code = "update_refused"
 
 
 class FencedError(UpdateRefusedError):
-    """A later incarnation of the run's trainer has taken over; calls of this one no longer change anything."""
+    """A later incarnation of the run's trainer has taken over; calls from this one no longer change anything."""
 
     code = "fenced"
 
 
 class UpdateAbortedError(UpdateError):
-    """The update ended before any byte was applied; the old weights serve on."""
+    """The update ended before any byte was applied; the endpoint still serves the old weights."""
 
     code = "update_aborted"
 
@@ -148,7 +153,7 @@ class TransferError(UpdateError):
 
 
 class PublishError(UpdateError):
-    """A publish did not reach every endpoint; ``report`` indicates who serves what."""
+    """A publish did not reach every endpoint; ``report`` lists the version that each endpoint serves."""
 
     code = "publish_failed"
 
@@ -198,7 +203,7 @@ class ContextFullError(InflightError):
 
 
 class EpisodeOverError(InflightError):
-    """The episode has ended, or no endpoint continues with it."""
+    """The episode has ended, or no endpoint can continue it."""
 
     code = "episode_over"
 
@@ -210,7 +215,7 @@ class PrecisionWarning(UserWarning):
 def error_from_code(code: str, message: str, endpoint: str = "") -> InflightError:
     """Return the error that ``code`` names, for raising on this side of a connection.
 
-    An unknown code, such as that of a newer peer, yields an `EndpointError` that quotes it.
+    An unknown code, such as one from a newer peer, yields an `EndpointError` that quotes the code.
     """
     kinds = {kind.code: kind for kind in _all_kinds(InflightError)}
     kind = kinds.get(code)

@@ -1,8 +1,8 @@
-"""Values inside one process: frozen dataclasses that all parts share.
+"""Values within one process: frozen dataclasses that all packages share.
 
 Shape suffixes: T packed tokens of one micro-batch, S its segments, M its tokens that images fill, L layers, K experts
-that compute a token in a layer, or tokens that are scored in its place. Importing this module does not load torch,
-which only annotations name.
+that compute a token in a layer, or the tokens that are scored at its position. Importing this module does not load
+torch, because only annotations refer to it.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Turn:
 
 
 FREE_EXPERT = -1
-"""Stands for an expert that the router chooses itself."""
+"""Marks an expert that the router chooses itself."""
 
 OBSERVED = -1
-"""Stands for the version of a token that was not sampled, but came from the environment."""
+"""Recorded as the version of a token that was not sampled, but came from the environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class TeacherScores:
     teacher: int
     """Index of the teacher in ``distillation.teachers``."""
     logprobs: Sequence[float] | None = None
-    """None: the trainer ranks compute them."""
+    """None if the trainer ranks compute them."""
     top_token_ids: Sequence[Sequence[int]] = ()
     """The teacher's most likely tokens at each position; empty unless the loss needs them."""
     top_logprobs: Sequence[Sequence[float]] = ()
@@ -86,21 +86,23 @@ class Rollout:
     reward: float
     temperature: float
     turns: Sequence[Turn] = ()
-    """Empty: all completion tokens are one turn."""
+    """If empty, all completion tokens are one turn."""
     episode: int | None = None
-    """Which episode of its group it belongs to, if several rollouts may belong to one. None: it is a whole episode."""
+    """The rollout's episode within its group, if an episode may consist of several rollouts; None if the rollout is a
+    whole episode.
+    """
     role: str = ""
-    """Who speaks, in episodes with several speakers; rewards are compared within a role."""
+    """The role that the model plays, in episodes with several roles; rewards are compared within a role."""
     images: Sequence[PromptImage] = ()
-    """Indices count all tokens, the prompt's first."""
+    """Their positions are indices into all tokens, starting with the prompt's."""
     routed_experts: RoutedExperts | None = None
-    """By indices of all tokens, those of the prompt first; None if they are not known."""
+    """The experts of all tokens, starting with the prompt's; None if they are unknown."""
     teacher: TeacherScores | None = None
-    """None if no teacher scores it."""
+    """None if no teacher scores the rollout."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of all tokens: prompt, turns and observations."""
+        """Total number of tokens: prompt, turns and observations."""
         return len(self.prompt_token_ids) + len(self.completion_token_ids)
 
     @property
@@ -114,7 +116,7 @@ class Rollout:
         return self.num_tokens - self.num_sampled_tokens
 
     def token_versions(self) -> list[int]:
-        """Return the version that sampled each completion token, `OBSERVED` for those of observations."""
+        """Return the version that sampled each completion token, or `OBSERVED` for tokens of observations."""
         versions = [OBSERVED] * len(self.completion_token_ids)
         for span in self.version_spans:
             versions[span.start : span.end] = [span.version] * (span.end - span.start)
@@ -125,7 +127,7 @@ class Rollout:
 class Group:
     """The completions of one prompt, or the episodes of one start state.
 
-    ``item_index`` is its position in the order of the task or environment.
+    ``item_index`` is the item's position in the order of the task or environment.
     """
 
     group_id: int
@@ -141,9 +143,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion ready for packing, with advantages, and with tokens that are too old masked.
+    """One completion that is ready for packing: it has advantages, and tokens that are too old are masked.
 
-    ``loss_mask`` and ``advantages`` have one entry per completion token. ``reference_logprobs`` likewise, if given.
+    ``loss_mask``, ``advantages`` and ``reference_logprobs`` (if present) have one entry per completion token.
     """
 
     rollout: Rollout
@@ -151,12 +153,12 @@ class Sample:
     loss_mask: Sequence[bool]
     reference_logprobs: Sequence[float] | None = None
     group_index: int = 0
-    """The index, among the optimizer step's prompts, of the one that it answers."""
+    """The index of the completion's prompt among the prompts of the optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Packed tokens of one forward and backward on one rank, target-aligned.
+    """The packed tokens of one forward and backward pass on one rank, aligned with the targets.
 
     Index t holds token t, and every per-token field at t describes token t as a target: its logprob is
     log p(token t | earlier tokens of the same segment). The first token of a segment is never a target. Segments follow
@@ -181,36 +183,45 @@ class MicroBatch:
     versions_T: torch.Tensor
     """int64 [T], version that sampled the token, -1 in prompts"""
     reference_logprobs_T: torch.Tensor | None = None
-    """float32 [T] under the frozen reference, or None"""
+    """float32 [T], logprobs under the frozen reference; or None"""
     teacher_logprobs_T: torch.Tensor | None = None
-    """float32 [T] under the teacher of each segment, NaN where the trainer ranks still have to compute them; or None"""
+    """float32 [T], logprobs under the teacher of each segment, NaN where the trainer ranks still have to compute them;
+    or None
+    """
     teacher_top_ids_TK: torch.Tensor | None = None
     """int64 [T, K], the teacher's K most likely tokens at position t, 0 at tokens that are not targets; or None"""
     teacher_top_logprobs_TK: torch.Tensor | None = None
-    """float32 [T, K] of those tokens under the teacher, 0.0 at tokens that are not targets; or None"""
+    """float32 [T, K], logprobs of those tokens under the teacher, 0.0 at tokens that are not targets; or None"""
     teacher_ids_S: torch.Tensor | None = None
-    """int64 [S], which teacher scores each segment, -1 for none; or None"""
+    """int64 [S], the index of the teacher that scores each segment, -1 for none; or None"""
     proximal_logprobs_T: torch.Tensor | None = None
-    """float32 [T] under the trainer's weights at the start of the optimizer step; None if they are the current ones"""
+    """float32 [T], logprobs under the trainer's weights at the start of the optimizer step; None if the current weights
+    are still the same
+    """
     group_ids_S: torch.Tensor | None = None
-    """int64 [S], the index of the prompt that each segment answers, among those of the optimizer step, -1 for no
-    completion; or None"""
+    """int64 [S], the index of each segment's prompt among the prompts of the optimizer step, -1 for a segment that is
+    not a completion; or None
+    """
     image_rows_M: torch.Tensor | None = None
-    """int64 [M], the packed tokens that images fill, in order; None without images"""
+    """int64 [M], the indices of the packed tokens that images fill, in order; None without images"""
     image_tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The output of the model's processor for the images, by name, such as ``pixel_values``; images follow one another
-    in the first dimension, in the order of the segments"""
+    """The output of the model's processor for the images, by name, such as ``pixel_values``; images are concatenated
+    along the first dimension, in the order of the segments
+    """
     prefix_ids_T: torch.Tensor | None = None
-    """int64 [T]: tokens with equal ids have equal prefixes, so that their hidden states are the same: the segments have
-    the same tokens, images and recorded experts up to and including them. A worker that shares prefixes computes them
-    once. ``image_rows_M`` and ``image_tensors`` then contain the images of a shared prefix only once, at its first
-    token. None: no two tokens are known to be equal"""
+    """int64 [T]: tokens with equal ids have equal prefixes and therefore the same hidden states. Up to and including
+    these tokens, their segments have the same tokens, images and recorded experts. A worker that shares prefixes
+    computes them once. ``image_rows_M`` and ``image_tensors`` then contain the images of a shared prefix only once, at
+    its first token. None: no two tokens are known to have equal prefixes
+    """
     target_ids_TK: torch.Tensor | None = None
-    """int64 [T, K]: the tokens that are scored at the position of token t; logprobs are then [T, K]. They may repeat.
-    None: token t itself is scored, and logprobs are [T]"""
+    """int64 [T, K]: the tokens that are scored at the position of token t, possibly with repetitions; logprobs are then
+    [T, K]. None: token t itself is scored, and logprobs are [T]
+    """
     routed_experts_TLK: torch.Tensor | None = None
-    """int16 [T, L, K], the experts that compute token t as an input; a token with -1 is routed freely. None: all tokens
-    are"""
+    """int16 [T, L, K], the experts that compute token t as an input; where it is -1, the router chooses. None: the
+    router chooses for all tokens
+    """
 
     @property
     def num_tokens(self) -> int:
@@ -228,7 +239,7 @@ class AdamSettings:
     weight_decay: float = 0.0
     """Decoupled: weights are multiplied by ``1 - learning_rate * weight_decay``."""
     max_gradient_norm: float | None = None
-    """Gradients are scaled down to this norm over all parameters; None: never."""
+    """Largest norm of the gradients of all parameters; larger gradients are scaled down to it. None: no limit."""
 
     def __post_init__(self) -> None:
         for name, value, is_in_range in (
@@ -245,14 +256,17 @@ class AdamSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step: the version after it, the gradient norm before clipping, the learning rate that it used."""
+    """The result of one optimizer step: the version after it, the gradient norm before clipping, and the learning rate
+    used.
+    """
 
     version: int
     gradient_norm: float
     learning_rate: float
     rounded_away: float | None = None
-    """Share of the updates that did not change their weight, because its dtype cannot represent them; None: not
-    measured."""
+    """Share of the updates that left a weight unchanged because its dtype cannot represent the change; None if not
+    measured.
+    """
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -261,22 +275,24 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Whole tensors in manifest order, gathered to full shape, in the wire dtype. Ranks other than 0 hold none.
+    """Whole tensors in manifest order, gathered to full shape, in the wire dtype. Ranks other than 0 hold no tensors.
 
-    For a sharded source, they are the rank's own boxes of these tensors.
+    If the source is sharded, each rank instead holds its own boxes of these tensors.
     """
 
     index: int
     specs: tuple[TensorSpec, ...]
     tensors: tuple[torch.Tensor, ...]
     encoding: Encoding = "raw"
-    """How its bytes encode the weights; unless ``raw``, they are one ``uint8`` tensor"""
+    """How the bucket's bytes encode the weights; unless this is ``raw``, the bytes are one ``uint8`` tensor"""
     checksum: str | None = None
-    """As in `inflight.wire.BucketTransfer`, None if it was not computed"""
+    """The checksum as in `inflight.wire.BucketTransfer`; None if it was not computed"""
     ref: UpdateRef | None = None
-    """The update that it belongs to; senders refuse a bucket of another update, and do not check None"""
+    """The update that the bucket belongs to; senders refuse a bucket of a different update. None is not checked"""
     ready: torch.cuda.Event | None = None
-    """The event after which its bytes are ready. Readers on another stream wait for it. None: they are ready"""
+    """The event after which the bucket's bytes are ready. Readers on another stream wait for it. None: the bytes are
+    ready
+    """
     others: tuple[SentBytes, ...] = ()
     """The parts of the bucket that the other ranks send, by rank from 1 on"""
 
@@ -285,38 +301,39 @@ class EndpointOutcome(StrEnum):
     """The outcome of one publish for one endpoint."""
 
     APPLIED = "applied"
-    """It serves the new version."""
+    """The endpoint serves the new version."""
     REFUSED = "refused"
-    """It refused before any byte was sent and serves the old version."""
+    """The endpoint refused before any byte was sent and serves the old version."""
     ABORTED = "aborted"
-    """The update ended early and it serves the old version."""
+    """The update ended early, and the endpoint serves the old version."""
     TIMED_OUT = "timed_out"
-    """It did not answer in time: its version is unknown, so do not route requests to it."""
+    """The endpoint did not answer in time: its version is unknown, so do not route requests to it."""
     UNREACHABLE = "unreachable"
-    """It cannot be reached, or its answers break the contract: its version is unknown, so do not route requests to
-    it."""
+    """The endpoint cannot be reached, or its answers break the contract: its version is unknown, so do not route
+    requests to it.
+    """
     POISONED = "poisoned"
-    """Its weights are torn and it refuses to generate."""
+    """The endpoint's weights are torn (only partly updated), and it refuses to generate."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointReport:
-    """One endpoint's part in one publish."""
+    """How one publish ended for one endpoint."""
 
     endpoint: str
     outcome: EndpointOutcome
     serves: int | None
-    """Version served now; None if there is none, or it is unknown."""
+    """The version that the endpoint serves now; None if it serves none or the version is unknown."""
     detail: str = ""
     timings: UpdateTimings | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PublishSpans:
-    """The time that the parts of one publish took, in seconds, as seen by the publisher.
+    """The durations of the phases of one publish in seconds, as measured by the publisher.
 
-    ``pause_s`` runs from the first endpoint asked to pause to the last one resumed; ``gather_s`` and ``wire_s``
-    overlap; ``load_s`` and ``first_token_s`` are the slowest endpoint's own figures.
+    ``pause_s`` runs from the request to the first endpoint to pause until the last one has resumed; ``gather_s`` and
+    ``wire_s`` overlap; ``load_s`` and ``first_token_s`` are the slowest endpoint's own measurements.
     """
 
     gather_s: float
@@ -337,9 +354,11 @@ class PublishReport:
     endpoints: tuple[EndpointReport, ...]
     spans: PublishSpans
     num_needed: int
-    """Number of endpoints that had to apply it."""
+    """Number of endpoints that had to apply the update."""
     sent_bytes: int
-    """Number of bytes sent or stored, counted once for all endpoints; fewer than ``size_bytes`` if encoded."""
+    """Number of bytes sent or stored, counted once for all endpoints; less than ``size_bytes`` if the buckets are
+    encoded.
+    """
 
     @property
     def succeeded(self) -> bool:
@@ -374,7 +393,7 @@ class EngineStats:
     num_accepted: int = 0
     """Number of drafted tokens that were accepted."""
     num_verifications: int = 0
-    """Number of drafts. Each yielded its accepted tokens and one more."""
+    """Number of drafts verified. Each yielded its accepted tokens and one more."""
     num_scored_tokens: int = 0
     """Number of tokens scored for score requests."""
 
@@ -397,7 +416,7 @@ class TaskItem:
 # Episodes
 
 Message = Mapping[str, Any]
-"""One message in the format of OpenAI's chat completions: ``role``, ``content``, perhaps ``tool_calls``.
+"""One message in the format of OpenAI's chat completions: ``role``, ``content`` and possibly ``tool_calls``.
 
 The content is a string, or a list of parts, each ``{"type": "text", "text": ...}`` or, for models that take images,
 ``{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}``.
@@ -405,13 +424,14 @@ The content is a string, or a list of parts, each ``{"type": "text", "text": ...
 
 
 Tool = Mapping[str, Any] | Callable[..., Any]
-"""A function that the model may call: in OpenAI's format, or a Python function, whose type hints and docstring describe
-it, in Google's style."""
+"""A function that the model may call: either a description in OpenAI's format, or a Python function with type hints and
+a docstring in Google's style.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants called."""
+    """A function call that the model requests."""
 
     id: str
     name: str
@@ -423,7 +443,7 @@ class Reply:
     """The model's reply in one turn."""
 
     text: str
-    """The text without special tokens and tool calls."""
+    """The text, without special tokens and tool calls."""
     tool_calls: Sequence[ToolCall]
     token_ids: Sequence[int]
     logprobs: Sequence[float]

@@ -1,6 +1,7 @@
 """Messages between processes: the bodies of the contract over HTTP, as frozen pydantic models.
 
-No tensor crosses here and nothing is pickled. Unknown keys are refused, so that two sides never disagree silently.
+The messages contain no tensors, and nothing is pickled. Unknown keys are refused, so that two peers never disagree
+silently.
 """
 
 from inflight.wire.chat import (

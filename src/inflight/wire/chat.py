@@ -1,4 +1,4 @@
-"""Messages of chat and models in the OpenAI format."""
+"""Messages of the chat and model routes in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class TextPart(WireModel):
 
 
 class ImageAddress(WireModel):
-    """Where the image of an `ImagePart` is: in the URL itself."""
+    """The data URL that contains the image of an `ImagePart`."""
 
     url: ImageUrl
 
 
 class ImagePart(WireModel):
-    """An image in a message; only where `Capabilities.images` is supported."""
+    """An image in a message. Requires `Capabilities.images`."""
 
     type: Literal["image_url"]
     image_url: ImageAddress
 
 
 class ChatMessage(WireModel):
-    """One message of a conversation: a text, or parts of which some are images."""
+    """One message of a conversation: a text, or a list of texts and images."""
 
     role: str = Field(max_length=256)
     content: str | Annotated[Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Field(min_length=1)]
 
     @property
     def image_urls(self) -> tuple[str, ...]:
-        """The data URLs of its images, in order."""
+        """The data URLs of the message's images, in order."""
         if isinstance(self.content, str):
             return ()
         return tuple(part.image_url.url for part in self.content if isinstance(part, ImagePart))
@@ -69,7 +69,7 @@ class ChatCompletionRequest(Sampling):
 
 
 class ChatTokenLogprob(WireModel):
-    """Behaviour logprob of one sampled token in the OpenAI shape."""
+    """Behaviour logprob of one sampled token in OpenAI's format."""
 
     token: str
     logprob: float
@@ -78,13 +78,13 @@ class ChatTokenLogprob(WireModel):
 
 
 class ChatLogprobs(WireModel):
-    """Logprobs of one choice in the OpenAI shape."""
+    """Logprobs of one choice in OpenAI's format."""
 
     content: Items[ChatTokenLogprob]
 
 
 class ChatChoice(WireModel):
-    """One choice: the OpenAI shape, plus token ids, behaviour logprobs and version spans."""
+    """One choice in OpenAI's format, plus token ids, behaviour logprobs and version spans."""
 
     index: Natural
     message: ChatAnswer
@@ -104,7 +104,7 @@ class ChatUsage(WireModel):
 
 
 class ChatCompletion(WireModel):
-    """Answer of ``/v1/chat/completions``: the OpenAI shape plus the token ids of the rendered prompt."""
+    """Response of ``/v1/chat/completions``: OpenAI's format plus the token ids of the rendered prompt."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -123,7 +123,7 @@ class ChatDelta(WireModel):
 
 
 class ChatChunkChoice(WireModel):
-    """New tokens of one streamed choice; ``version`` sampled them."""
+    """The new tokens of one streamed choice, and the ``version`` that sampled them."""
 
     index: Natural
     delta: ChatDelta
@@ -134,7 +134,7 @@ class ChatChunkChoice(WireModel):
 
 
 class ChatCompletionChunk(WireModel):
-    """One event of a streamed chat completion in the OpenAI shape."""
+    """One event of a streamed chat completion in OpenAI's format."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -144,7 +144,7 @@ class ChatCompletionChunk(WireModel):
 
 
 class ModelCard(WireModel):
-    """One served model in the OpenAI shape."""
+    """One served model in OpenAI's format."""
 
     id: str
     object: Literal["model"] = "model"
@@ -153,7 +153,7 @@ class ModelCard(WireModel):
 
 
 class ModelList(WireModel):
-    """Answer of ``/v1/models``."""
+    """Response of ``/v1/models``."""
 
     object: Literal["list"] = "list"
     data: Items[ModelCard]

@@ -16,9 +16,9 @@ from inflight.wire.weights import Encoding, EndpointState, InFlightPolicy, Trans
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """The requirements of a run, an update or a request on an endpoint. Fields at their defaults require nothing.
+    """What a run, an update or a request requires of an endpoint. Fields at their defaults require nothing.
 
-    A flag that has the name of a field of `Capabilities` requires that capability.
+    A flag with the same name as a field of `Capabilities` requires that capability.
     """
 
     in_flight: InFlightPolicy | None = None
@@ -113,13 +113,13 @@ class Capabilities(WireModel):
     seeds: bool = True
     """Whether a request may have a seed. If not, a request with a seed is refused."""
     releases_memory: bool = False
-    """Whether the memory of weights, keys and values can be released, see `EndpointState.RELEASED`."""
+    """Whether the memory of the weights and the KV cache can be released, see `EndpointState.RELEASED`."""
     images: bool = False
-    """Whether prompts may have images, see `PromptImage`."""
+    """Whether prompts may contain images, see `PromptImage`."""
     drafts: bool = False
-    """Whether completions of a prompt may be drafted from the `DraftHistory` that was recorded for it."""
+    """Whether tokens of a completion may be drafted from the `DraftHistory` of its prompt (speculative decoding)."""
     draft_counts: bool = False
-    """Whether completions have `DraftCounts`, except in streams."""
+    """Whether completions that are not streamed have `DraftCounts`."""
     routed_experts: bool = False
     """Whether a request may ask which experts computed its tokens, see `RoutedExperts`."""
     scoring: bool = False
@@ -163,7 +163,7 @@ class Capabilities(WireModel):
 
 
 class Health(WireModel):
-    """Answer of ``/health``; status 200 while ``ok``, else 503."""
+    """Response of ``/health``; its HTTP status is 200 while ``ok``, else 503."""
 
     ok: bool
     state: EndpointState
@@ -171,13 +171,13 @@ class Health(WireModel):
 
 
 class Acknowledgement(WireModel):
-    """Empty success."""
+    """The empty response of a call that succeeded."""
 
     ok: Literal[True]
 
 
 class ErrorDetail(WireModel):
-    """A description of an error, in the OpenAI shape; ``code`` names the class in `inflight.errors`."""
+    """A description of an error in OpenAI's format; ``code`` names the class in `inflight.errors`."""
 
     message: str
     type: str = "inflight_error"
@@ -186,6 +186,6 @@ class ErrorDetail(WireModel):
 
 
 class ErrorBody(WireModel):
-    """Body of every answer that is not a success."""
+    """Body of every response to a call that failed."""
 
     error: ErrorDetail

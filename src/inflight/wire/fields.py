@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field
 
 PROTOCOL_VERSION = 2
-"""Version of the contract between peers. It is increased when messages of the previous version would be misread."""
+"""Version of the contract between peers. It is increased when a peer would misread messages of the previous version."""
 
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ Natural = Annotated[int, Field(ge=0, le=2**63 - 1)]
 
 
 TokenId = Annotated[int, Field(strict=True, ge=0, le=2**31 - 1)]
-"""The id of a token, as an integer: neither true, nor "1", nor 1.0."""
+"""The id of a token, as an integer: true, "1" and 1.0 are refused."""
 
 
 TokenCount = Annotated[int, Field(ge=1, le=2**31 - 1)]
@@ -37,16 +37,19 @@ Seed = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 
 
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
-"""A duration in seconds of at most a week, which every system clock and wait supports."""
+"""A duration in seconds, at most a week, which every system clock and wait supports."""
 
 
 MAX_REWARD = 1e9
-"""Largest magnitude of a reward: float32, in which advantages travel, cannot usefully distinguish larger ones, and the
-squares of their sums overflow."""
+"""Largest magnitude of a reward. Advantages are sent as float32, which cannot usefully distinguish larger rewards, and
+the squares of their sums would overflow.
+"""
 
 
 MIN_TEMPERATURE = 1e-3
-"""Lowest temperature to train at: logits divided by a lower one overflow, or every other token is rounded away."""
+"""Lowest temperature to train at: logits divided by a lower one overflow, or the probabilities of all tokens but one
+are rounded to zero.
+"""
 
 
 def is_reward(value: object) -> bool:
@@ -63,7 +66,7 @@ RunId = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 def is_empty(value: object) -> bool:
-    """Return whether a message omits a field, for peers that do not know it."""
+    """Return whether a field with this value is omitted from a message, for peers that do not know the field."""
     return not value
 
 
@@ -78,7 +81,7 @@ def usable_host(host: str) -> str:
 
 
 def usable_url(url: str) -> str:
-    """Return ``url`` if it names a host, and a port in range if it has one. Raises ``ValueError``."""
+    """Return ``url`` if it contains a host, and if its port, if it has one, is in range. Raises ``ValueError``."""
     if not all("!" <= character <= "~" for character in url):
         raise ValueError("it contains characters that are not allowed in a URL; percent-encode them")
     parts = urlsplit(url)

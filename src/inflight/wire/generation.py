@@ -25,7 +25,7 @@ MAX_IMAGES = 64
 
 
 MAX_IMAGES_LENGTH = 16 << 20
-"""Maximum total length of its data URLs, in characters: 12 MB of encoded images."""
+"""Maximum total length of a request's data URLs in characters: 12 MB of encoded images."""
 
 
 _IMAGE_URL = re.compile(r"data:image/(?:png|jpeg|webp);base64,", re.ASCII)
@@ -51,7 +51,7 @@ ImageUrl = Annotated[str, Field(max_length=MAX_IMAGES_LENGTH), AfterValidator(_u
 
 
 class Sampling(WireModel):
-    """The sampling settings of a request, which contains either token ids or messages."""
+    """The sampling settings of a request, whether its prompt consists of token ids or of messages."""
 
     n: int = Field(default=1, ge=1, le=1024)
     max_tokens: TokenCount | None = None
@@ -90,7 +90,7 @@ class VersionSpan(WireModel):
 
 
 class PromptImage(WireModel):
-    """An image of a prompt, as a data URL, and the ``num_tokens`` placeholder tokens from ``start`` on that it fills.
+    """An image in a prompt, as a data URL. It fills ``num_tokens`` placeholder tokens from index ``start`` on.
 
     The same token elsewhere in the prompt is an ordinary token.
     """
@@ -120,20 +120,24 @@ def check_images(images: Sequence[PromptImage], num_tokens: int) -> None:
 
 
 class GenerateRequest(WireModel):
-    """Token ids in. The caller chooses ``request_id``, unique among its running requests."""
+    """Asks for completions of a prompt of token ids. The caller chooses a ``request_id``, unique among its running
+    requests.
+    """
 
     request_id: RequestId
     prompt_token_ids: Items[TokenId] = Field(min_length=1)
     images: Items[PromptImage] = Field(default=(), max_length=MAX_IMAGES, exclude_if=is_empty)
-    """Only where `Capabilities.images` is supported."""
+    """Requires `Capabilities.images`."""
     sampling: SamplingParams = SamplingParams()
     stream: bool = False
     routed_experts: bool = Field(default=False, exclude_if=is_empty)
-    """Whether completions report which experts computed them. Only where `Capabilities.routed_experts` is supported,
-    and not in a stream."""
+    """Whether completions report which experts computed them. Requires `Capabilities.routed_experts`, and is refused in
+    a stream.
+    """
     num_continued: Natural = 0
-    """How many of the last prompt tokens are the earlier part of a completion, which this request continues. It only
-    affects which completions drafts come from."""
+    """Number of tokens at the end of the prompt that belong to a completion that this request continues. It only
+    affects which completions drafts come from.
+    """
 
     @model_validator(mode="after")
     def _has_a_prompt(self) -> GenerateRequest:
@@ -152,10 +156,10 @@ class GenerateRequest(WireModel):
 class RoutedExperts(WireModel):
     """The experts that the routers of a mixture of experts chose for the first ``num_tokens`` tokens of a sequence.
 
-    Row t indicates which experts computed token t, counting prompt and completion together, in the forward after which
-    the next token was sampled. The last sampled token was never an input of the model, so it has no row. A row has
-    ``num_chosen`` experts for each of the model's ``num_layers`` layers, including layers without experts, where the
-    numbers have no meaning. The largest number that ``dtype`` holds stands for "not known".
+    Row t lists the experts that computed token t, counting prompt and completion together, in the forward pass after
+    which the next token was sampled. The last sampled token was never an input of the model, so it has no row. A row
+    has ``num_chosen`` experts for each of the model's ``num_layers`` layers, including layers without experts, whose
+    numbers have no meaning. The largest number that ``dtype`` holds means "unknown".
     """
 
     num_tokens: Natural
@@ -201,9 +205,10 @@ class RoutedExperts(WireModel):
 
 
 def longest_record(earlier: RoutedExperts | None, later: RoutedExperts | None) -> RoutedExperts | None:
-    """Return the combined record of a sequence's experts from two requests, of which the later one continued it.
+    """Return the combined record of a sequence's experts from two requests, the later of which continued the sequence.
 
-    Where both know a token's experts, those of the earlier request count: the next token was sampled after them.
+    If both records contain a token's experts, those of the earlier request are used: the next token was sampled after
+    them.
     """
     if earlier is None or later is None:
         return earlier or later
@@ -211,7 +216,7 @@ def longest_record(earlier: RoutedExperts | None, later: RoutedExperts | None) -
 
 
 class DraftCounts(WireModel):
-    """How many drafts were verified for one completion, and how many drafted tokens it has."""
+    """How many drafts were verified for one completion, and how many drafted tokens were accepted into it."""
 
     num_verifications: Natural = 0
     num_accepted: Natural = 0
@@ -266,7 +271,7 @@ class Completion(WireModel):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ended normally; if not, it was aborted and may be continued."""
+        """Whether the completion ended normally; if not, it was aborted and may be continued."""
         return self.finish_reason != "abort"
 
 
@@ -288,7 +293,7 @@ class GenerateResponse(WireModel):
 
 
 class CompletionChunk(WireModel):
-    """New tokens of one streamed completion. ``start`` is the index of the first."""
+    """New tokens of one streamed completion. ``start`` is the index of the first one."""
 
     request_id: str
     index: Natural

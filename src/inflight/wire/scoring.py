@@ -26,7 +26,7 @@ class ScoreRequest(WireModel):
     top_k: int = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
     """How many of the most likely tokens to return for each scored token."""
     candidates: Items[Annotated[Items[TokenId], Field(max_length=MAX_ALTERNATIVES)]] = ()
-    """Further tokens to score at the position of each scored token; empty: none. All rows have the same length."""
+    """Further tokens to score at the position of each scored token, or empty. All rows have the same length."""
 
     @model_validator(mode="after")
     def _scores_its_tokens(self) -> ScoreRequest:
@@ -52,7 +52,8 @@ class ScoreRequest(WireModel):
 class ScoreResponse(WireModel):
     """The scores of the tokens ``start <= i < start + len(logprobs)`` of a request.
 
-    All are natural logs of the softmax of the unscaled logits (temperature 1, no filters), in float32 or wider.
+    All logprobs are natural logs of the softmax of the unscaled logits (temperature 1, no filters), in float32 or
+    wider.
     """
 
     request_id: str
@@ -66,7 +67,7 @@ class ScoreResponse(WireModel):
     candidate_logprobs: Items[Items[float]] = ()
     """The logprobs of the candidates, in the order of the request; empty unless requested."""
     version_spans: Items[VersionSpan]
-    """The weights that scored each token; index 0 is the first scored token."""
+    """The versions of the weights that scored each token; index 0 is the first scored token."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> ScoreResponse:

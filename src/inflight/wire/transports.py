@@ -1,4 +1,4 @@
-"""The messages of transports to their receivers: where a weight group is formed, or where weights are stored."""
+"""Messages from transports to their receivers: where a weight group is formed, or where weights are stored."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def _usable_path(path: str) -> str:
 class ProcessGroupSpec(TransportSpec):
     """How one endpoint joins the group over which weights are sent.
 
-    The trainer is rank 0 and hosts the store, which it serves to those that know ``secret``. The endpoint's ranks are
-    ``rank`` to ``rank + num_ranks - 1`` of ``world_size``. The call returns once the group is formed, or fails after
-    ``timeout_s`` seconds.
+    The trainer is rank 0 and hosts the group's store, which only members that know ``secret`` can use. The endpoint's
+    ranks are ``rank`` to ``rank + num_ranks - 1`` of ``world_size``. The call returns once the group is formed, or
+    fails after ``timeout_s`` seconds.
     """
 
     transport: Literal["gloo", "nccl"]
@@ -46,8 +46,8 @@ class ProcessGroupSpec(TransportSpec):
 class DirectorySpec(TransportSpec):
     """Where one endpoint reads the buckets that the publisher stores, on a file system that both can access.
 
-    ``shm`` is memory of this host: buckets are files in an in-memory directory and are mapped. ``file`` is any file
-    system: each update is a directory of safetensors files.
+    For ``shm``, buckets are files in a directory in this host's memory, and are mapped. For ``file``, the directory is
+    on any file system, and each update is a subdirectory of safetensors files.
     """
 
     transport: Literal["shm", "file"]
@@ -57,7 +57,8 @@ class DirectorySpec(TransportSpec):
 class IpcSpec(TransportSpec):
     """Where one endpoint finds the memory that the publisher shares: ``place`` is the UUID of the publisher's GPU.
 
-    ``directory`` is on the host of both, and contains the handle of the memory and the position of each bucket in it.
+    ``directory`` is on the host that both share. It contains the handle of the memory and the position of each bucket
+    in it.
     """
 
     transport: Literal["ipc"]
@@ -66,7 +67,8 @@ class IpcSpec(TransportSpec):
 
 
 class PullSpec(TransportSpec):
-    """Where one endpoint fetches the files of `DirectorySpec` over HTTP, in ranges. ``token`` is the bearer token."""
+    """Where one endpoint fetches the files of `DirectorySpec` over HTTP, in byte ranges. ``token`` is the bearer token.
+    """
 
     transport: Literal["http"]
     url: Annotated[str, AfterValidator(usable_url)] = Field(pattern=r"^https?://", max_length=2048)

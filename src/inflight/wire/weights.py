@@ -29,9 +29,9 @@ class InFlightPolicy(StrEnum):
     """The treatment of running requests when weights change."""
 
     KEEP = "keep"
-    """They pause, then continue with the keys and values that older weights computed."""
+    """They pause, then continue with the KV cache that older weights computed."""
     RECOMPUTE = "recompute"
-    """They pause, then their keys and values are recomputed under the new weights."""
+    """They pause, then their KV cache is recomputed under the new weights."""
     DRAIN = "drain"
     """They finish under the old weights; no request starts until the new weights are served."""
     ABORT = "abort"
@@ -48,12 +48,14 @@ class EndpointState(StrEnum):
     PAUSED = "paused"
     UPDATING = "updating"
     RELEASED = "released"
-    """Its memory is released until it is restored; it keeps its weights, and neither samples nor accepts updates."""
+    """The endpoint's memory is released. It keeps its weights, but neither samples nor accepts updates until the memory
+    is restored.
+    """
     POISONED = "poisoned"
 
 
 class TensorSpec(WireModel):
-    """One tensor as it is loaded: checkpoint name, dtype (a key of `DTYPE_SIZES`), full unsharded shape.
+    """One tensor as it is loaded: its checkpoint name, dtype (a key of `DTYPE_SIZES`) and full unsharded shape.
 
     ``uint8`` is for the bytes of a whole bucket, which a transport moves as one tensor.
     """
@@ -68,15 +70,15 @@ class TensorSpec(WireModel):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor on the wire."""
+        """Size of the tensor on the wire, in bytes."""
         return self.num_elements * DTYPE_SIZES.get(self.dtype, 1)
 
 
 class LoraSpec(WireModel):
     """A LoRA: each adapted weight is its base plus `scale` times B A.
 
-    The base is the weights of the endpoint's last update that was not a LoRA, or of the checkpoint it was started from.
-    The tensors of module M are named as PEFT saves them, ``base_model.model.M.lora_A.weight`` [rank, in] and
+    The base is the weights of the endpoint's last update that was not a LoRA, or of the checkpoint that it was started
+    from. The tensors of module M are named as PEFT saves them, ``base_model.model.M.lora_A.weight`` [rank, in] and
     ``base_model.model.M.lora_B.weight`` [out, rank], and change ``M.weight`` [out, in].
     """
 
@@ -87,7 +89,7 @@ class LoraSpec(WireModel):
 
     @property
     def scale(self) -> float:
-        """The factor of the product of the two matrices."""
+        """The factor by which the product of the two matrices is multiplied."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -97,11 +99,13 @@ Box = Annotated[Items[Range], Field(max_length=64)]
 _MAX_BOXES = 1024
 _MAX_SHARDINGS = 512
 _MAX_COMPARED = 5_000
-"""How many pairs of boxes of a tensor are compared: those that share rows. Enough for 100 boxes with all rows."""
+"""Maximum number of pairs of boxes that are compared for a tensor. Only boxes that share rows are compared, so this
+suffices for 100 boxes that each span all rows.
+"""
 
 
 class Sharding(WireModel):
-    """The boxes of a tensor that each sender sends. Together they cover the whole tensor, every element once."""
+    """The boxes of a tensor that each sender sends. Together they cover each element of the tensor exactly once."""
 
     senders: Items[Items[Box]] = Field(min_length=2, max_length=_MAX_BOXES)
 
@@ -135,7 +139,7 @@ def box_size(box: Box) -> int:
 
 
 class Manifest(WireModel):
-    """Every tensor of one update, in transfer order, and the tensors of the model that are omitted."""
+    """Every tensor of one update, in transfer order, and the names of the model's tensors that the update omits."""
 
     tensors: Items[TensorSpec] = Field(min_length=1)
     shardings: Items[Sharding] = Field(default=(), max_length=_MAX_SHARDINGS, exclude_if=is_empty)
@@ -145,7 +149,9 @@ class Manifest(WireModel):
     lora: LoraSpec | None = None
     """Set if the tensors are those of a LoRA, which replaces the previous LoRA; None if they are the model's own."""
     frozen: Items[Annotated[str, Field(max_length=1024)]] = ()
-    """Tensors of the model that are not sent, because they equal those of every server's starting checkpoint."""
+    """Tensors of the model that are not sent because they equal those of the checkpoint that every server was started
+    from.
+    """
 
     @model_validator(mode="after")
     def _lora_freezes_nothing(self) -> Manifest:
@@ -211,7 +217,7 @@ class BucketSpec(WireModel):
 class TransportSpec(WireModel):
     """How weights reach one endpoint. Each transport adds the fields that its receivers need.
 
-    ``incarnation`` counts the times a run's trainer was started: calls of a replaced incarnation are refused.
+    ``incarnation`` counts the times a run's trainer was started: calls from a replaced incarnation are refused.
     ``others`` are the specs of further senders, each of which sends a part of every bucket, see `Manifest.shardings`.
     """
 
@@ -267,10 +273,10 @@ class WeightUpdate(UpdateMessage):
 
     ``deadline_s`` bounds the preparation on the endpoint (such as draining). ``lease_s`` is how long the endpoint keeps
     the update open without a call from the publisher. After that the endpoint itself ends the update, with the old
-    weights if no byte was applied. ``staged`` indicates when sampling is paused: False on acceptance, True by the
-    commit, so that sampling continues while buckets arrive. ``encodings`` lists those that may be used in addition to
-    ``raw``. ``delta`` is relative to the weights that ``base`` names, which the endpoint must have kept. ``keep`` asks
-    the endpoint to keep the weights of this update for a later delta.
+    weights if no byte was applied. If ``staged`` is false, sampling is paused when the update is accepted; if it is
+    true, only the commit pauses sampling, so that it continues while buckets arrive. ``encodings`` lists the encodings
+    that may be used in addition to ``raw``. ``delta`` is relative to the weights that ``base`` names, which the
+    endpoint must have kept. ``keep`` asks the endpoint to keep the weights of this update for a later delta.
     """
 
     incarnation: Natural = 0
@@ -310,9 +316,9 @@ class WeightUpdate(UpdateMessage):
 class SentBytes(WireModel):
     """One sender's part of a bucket.
 
-    ``size_bytes`` is the number of bytes sent, None for the bucket's own size (``raw``). ``checksum`` is their XXH3-128
-    in hexadecimal digits, or ``sums64:`` and 32 hexadecimal digits for bytes that are sent from GPU to GPU; None for no
-    comparison. The checksum of a part also covers its place in the bucket, see
+    ``size_bytes`` is the number of bytes sent; None means the bucket's own size (``raw``). ``checksum`` is the XXH3-128
+    of these bytes in hexadecimal digits, or ``sums64:`` and 32 hexadecimal digits for bytes that are sent from GPU to
+    GPU; None if no checksum is compared. The checksum of a part also covers its place in the bucket, see
     `inflight.weights.encode.parts.places_of`.
     """
 
@@ -322,9 +328,10 @@ class SentBytes(WireModel):
 
 
 class BucketTransfer(UpdateMessage, SentBytes):
-    """Asks the endpoint to receive one bucket now. The call is pending until the bucket has arrived and was compared.
+    """Asks the endpoint to receive one bucket now. The call returns once the bucket has arrived and has been compared.
 
-    If several senders send the bucket, ``parts`` states what each of them sends, and the other fields do not apply.
+    If several senders send the bucket, ``parts`` describes what each of them sends, and ``encoding``, ``size_bytes``
+    and ``checksum`` are not used.
     """
 
     bucket_index: Natural
@@ -338,7 +345,7 @@ class UpdateTimings(WireModel):
     paused_s: float = Field(ge=0)
     """From the moment sampling stopped until it was allowed again."""
     load_s: float = Field(ge=0)
-    """Applying the received tensors to the model."""
+    """The time it took to apply the received tensors to the model."""
     first_token_s: float | None = None
     """From the end of the pause to the first token of the new version; None until one is sampled."""
 
@@ -350,11 +357,11 @@ class WeightVersion(WireModel):
     version: Natural
     run_id: str | None = None
     session_id: str = ""
-    """Session that sent the served version; empty if it had no name or has been forgotten."""
+    """Session that sent the served version; empty if the session had no id or has been forgotten."""
     owner_run_id: str | None = None
-    """Run whose updates are accepted, or were most recently."""
+    """Run whose updates are accepted now, or were accepted most recently."""
     incarnation: Natural = 0
-    """Highest incarnation seen of that run."""
+    """Highest incarnation of that run that the endpoint has seen."""
     kept: UpdateRef | None = None
     """Update whose weights were kept as the base of a delta."""
     updating_to: Natural | None = None
