@@ -62,8 +62,7 @@ class InvalidRequestError(InflightError):
 
 
 class EndpointError(InflightError):
-    """A call to an endpoint failed; ``endpoint`` is its URL or name, empty if the error is raised inside the endpoint.
-    """
+    """A call to an endpoint failed; ``endpoint`` is its URL or name, empty if the endpoint itself raises the error."""
 
     code = "endpoint_error"
 

@@ -182,7 +182,7 @@ def test_files_that_cannot_be_written_are_refused_beforehand(tmp_path: Path) -> 
         check_writable({"json": tmp_path / "certificate", "html": tmp_path / "certificate"})
     if os.geteuid() != 0:  # root may write anywhere
         (tmp_path / "closed").mkdir(mode=0o500)
-        with pytest.raises(ConfigError, match="may not be written to"):
+        with pytest.raises(ConfigError, match="no permission to write to its directory"):
             check_writable({"badge": tmp_path / "closed" / "badge.json"})
 
 

@@ -1,4 +1,4 @@
-"""Exponential backoff: when to retry after a failure. The caller supplies the clock."""
+"""Exponential backoff, which determines when to retry after a failure. The caller supplies the clock."""
 
 from __future__ import annotations
 

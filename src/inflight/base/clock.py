@@ -8,5 +8,5 @@ _BEGAN_S = time.time() - time.monotonic()
 
 
 def unix_time() -> float:
-    """Return the Unix time in seconds. Differences are durations, even if the machine's clock is set in between."""
+    """Return the Unix time in seconds. Differences are true durations, even if the clock is set in between."""
     return _BEGAN_S + time.monotonic()

@@ -1,4 +1,4 @@
-"""Descriptions of every field of settings, for reference pages and for a file with all settings."""
+"""Descriptions of every settings field, for the reference pages and for a file with all settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMES = {str: "string", Path: "path", bool: "boolean", int: "integer", float: "
 
 
 class DescribedField(NamedTuple):
-    """One field of settings, with text for its type, default and bounds."""
+    """One settings field, with text for its type, default and bounds."""
 
     name: str
     type: str
@@ -36,7 +36,7 @@ class DescribedField(NamedTuple):
 
     @property
     def accepted(self) -> str:
-        """The values that the field accepts, and whether it has a default."""
+        """Text that states which values the field accepts and whether it has a default."""
         facts = (self.type, self.bounds, "" if self.toml_default else self.default)
         return "; ".join(fact for fact in facts if fact)
 
@@ -72,9 +72,9 @@ def describe_sections(settings: type[BaseModel], key: str = "") -> Iterator[Desc
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
-    """Return the settings that have their own table: those of a field that holds only one kind of settings.
+    """Return the settings class of a field that has its own table: a field whose value always has this class.
 
-    Settings with alternatives, such as the pieces of a loss, are described elsewhere.
+    Settings with alternative classes, such as the pieces of a loss, are described elsewhere.
     """
     found = _sections_in(annotation)
     if len(found) == 1 and all(len(_sections_in(it.annotation)) < 2 for it in found[0].model_fields.values()):
@@ -94,7 +94,7 @@ def _describe(name: str, field: FieldInfo) -> DescribedField:
 
 
 def type_text(annotation: Any) -> str:
-    """Return what a field accepts, in TOML's terms; None is omitted because TOML lacks it."""
+    """Return the types that a field accepts, in TOML's terms. None is omitted because TOML has no such value."""
     origin, of = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_text(of[0])
@@ -128,5 +128,5 @@ def to_toml(value: Any) -> str:
 
 
 def _plain(text: str | None) -> str:
-    """Return a docstring as one line of Markdown, in which a value that TOML lacks is called unset."""
+    """Return a docstring as one line of Markdown that says "unset" for values that TOML cannot express."""
     return " ".join((text or "").replace("``", "`").replace("None: ", "Unset: ").split())

@@ -52,7 +52,7 @@ def _find_entry_points(group: str, _path: tuple[str, ...]) -> Mapping[str, Entry
 
 
 def load_installed(kind: str, group: str, name: str, also_known: tuple[str, ...] = ()) -> Any:
-    """Return the object that an entry point names. Raises `ConfigError` that lists the known names of this kind."""
+    """Return the object that an entry point names. Raises `ConfigError`, which lists the known names of this kind."""
     found = find_entry_points(group)
     if name not in found:
         raise ConfigError(f"unknown {kind} {name!r}; known: {', '.join([*also_known, *sorted(found)]) or 'none'}")
@@ -65,7 +65,7 @@ def load_installed(kind: str, group: str, name: str, also_known: tuple[str, ...]
 
 
 def find_factory(kind: str, group: str, name: str, built_in: Mapping[str, Callable[..., object]]) -> Any:
-    """Return the factory called ``name``: built in, installed, or ``module:attribute``. Raises `ConfigError`."""
+    """Return the factory called ``name``: built in, installed or ``module:attribute``. Raises `ConfigError`."""
     if ":" in name:
         return resolve(name)
     return built_in.get(name) or load_installed(kind, group, name, (*built_in, "module:attribute"))
@@ -80,10 +80,10 @@ def make(
     params: Mapping[str, Any],
     built_in: Mapping[str, Callable[..., object]],
 ) -> Any:
-    """Return the object that the factory called ``name`` makes from our arguments and the user's parameters.
+    """Return the object that the factory called ``name`` creates from the caller's arguments and the user's parameters.
 
     The name is built in, installed, or ``module:attribute``. Raises `ConfigError` if there is no such factory, if it
-    refuses its arguments, or if the result implements none of the protocols. The protocols may be one or a tuple.
+    refuses its arguments, or if the result implements none of ``protocols`` (one protocol or a tuple).
     """
     factory = find_factory(kind, group, name, built_in)
     try:

@@ -1,4 +1,4 @@
-"""Output files that a user requests: checked before the work begins, and written as JSON after it."""
+"""Output files that a user requests, which are checked before the work begins and written as JSON when it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.errors import ConfigError
 
 
 def check_writable(files: Mapping[str, Path | None]) -> None:
-    """Raise `ConfigError` unless each of these files can be written. The files are given by option name."""
+    """Raise `ConfigError` unless each of these files, keyed by command-line option, can be written."""
     given = {name: file for name, file in files.items() if file is not None}
     for name, file in given.items():
         where = f"--{name} {str(file)!r} cannot be written"
@@ -22,13 +22,13 @@ def check_writable(files: Mapping[str, Path | None]) -> None:
         if file.is_dir():
             raise ConfigError(f"{where}: it is a directory")
         if not os.access(file.parent, os.W_OK):
-            raise ConfigError(f"{where}: its directory may not be written to")
+            raise ConfigError(f"{where}: you have no permission to write to its directory")
         if others := [other for other in given if other != name and given[other].absolute() == file.absolute()]:
             raise ConfigError(f"{where}: --{others[0]} names the same file")
 
 
 def write_json(file: Path | None, values: Any) -> None:
-    """Write JSON to a file atomically, if one is given. Raises `ConfigError`."""
+    """Write values as JSON to a file atomically; without a file, do nothing. Raises `ConfigError`."""
     if file is None:
         return
     try:

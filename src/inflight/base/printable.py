@@ -1,4 +1,4 @@
-"""Makes text from other processes and machines safe to display: it may contain anything, even terminal commands."""
+"""Makes text from other processes and machines safe to display, since it may contain terminal escape sequences."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return the text with a replacement for every character that controls a terminal or breaks XML."""
+    """Return the text with every character replaced that could control a terminal or make XML invalid."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))

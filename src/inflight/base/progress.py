@@ -1,4 +1,4 @@
-"""Progress lines for the user: how far long work has come, the estimated time left, and the library's log records."""
+"""Progress lines for the user: how much work is done, the estimated time left, and the library's log records."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ProgressLines:
         self._started = self._last_line = clock()
 
     def update(self, done: int, more: str = "") -> None:
-        """Report that ``done`` is complete, unless the last report is recent and work remains."""
+        """Report that ``done`` units are complete, unless the last report is recent and work remains."""
         now = self._clock()
         if now - self._last_line < LINE_EVERY_S and done < self._total:
             return

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 PROVE_S = 30.0
 """How long either end may take to prove that it knows the secret."""
 MAX_UNPROVEN = 64
-"""How many connections may be in their handshake at once. The oldest is closed for the next one."""
+"""How many connections may be in their handshake at once. Beyond that, the oldest is closed to admit the next one."""
 _NONCE_BYTES = _CODE_BYTES = 32
 _NUMBER = struct.Struct("<I")
 _HEAD = struct.Struct("<QQ")  # the position of the frame in its direction, and the size of its body
@@ -31,11 +31,11 @@ _ROUNDS = 5
 
 
 class ChannelError(ConnectionError):
-    """The other end does not know the secret, or the data that arrived is not the next frame that it sent."""
+    """The other end does not know the secret, or the data received is not the next frame that it sent."""
 
 
 class _Direction:
-    """The frames of one direction, in order."""
+    """Seals or checks the frames of one direction, in order."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -80,7 +80,7 @@ _HEAD_BYTES = _HEAD.size + _CODE_BYTES
 
 
 class SealedConnection:
-    """The connecting end; blocking. `prove` creates one. At most one thread may send, and at most one may receive."""
+    """The connecting end, with blocking calls; `prove` creates it. At most one thread may send, and one may receive."""
 
     def __init__(self, connection: socket.socket, secret: bytes, nonces: bytes) -> None:
         self._connection = connection
@@ -122,7 +122,7 @@ def prove(connection: socket.socket, secret: bytes, number: int) -> SealedConnec
 
 
 class SealedStream:
-    """The accepting end; async. ``number`` is the number that the connecting end sent."""
+    """The accepting end, with async calls. ``number`` is the number that the connecting end sent."""
 
     def __init__(
         self, number: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, nonces: bytes
@@ -156,7 +156,7 @@ class SealedStream:
 class Acceptor:
     """Accepts connections at a listening socket, and calls ``on_proven`` with those that prove the secret.
 
-    ``on_proven`` owns the connection, which is closed at the latest with the acceptor.
+    ``on_proven`` owns the connection, which is closed when the acceptor is closed, if not before.
     """
 
     def __init__(self, secret: bytes, on_proven: Callable[[SealedStream], Awaitable[None]]) -> None:
@@ -238,7 +238,7 @@ def _proof(secret: bytes, role: bytes, challenge: bytes, answer: bytes, number: 
 
 
 def _direction(secret: bytes, nonces: bytes, label: bytes) -> _Direction:
-    """Return the frames of a direction.
+    """Return the `_Direction` that ``label`` names.
 
     The key comes from HKDF: extract with the nonces as salt, then expand by one block.
     """

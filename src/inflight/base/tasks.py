@@ -1,6 +1,6 @@
-"""Tasks with owners: each has ended before its owner returns, and no failure is lost when several fail.
+"""Tasks with owners: a task always ends before its owner returns, and no failure is lost when several tasks fail.
 
-If an earlier failure is raised instead of a later one, the later one becomes a note of the earlier one. The event loop
+When several tasks fail, the first failure is raised, and the later ones are added to it as notes. The event loop
 reports the failure of a task that nobody awaits.
 """
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE = 20_000
-"""The number of characters of one message that `text_of` returns."""
+"""The maximum number of characters in a message that `text_of` returns."""
 _END_S = 30.0
 """How long the cancelled tasks of a `TaskOwner` may take to end."""
 
@@ -28,7 +28,7 @@ _END_S = 30.0
 
 @contextlib.asynccontextmanager
 async def run_in_background(*calls: Awaitable[object]) -> AsyncIterator[None]:
-    """Run calls while the body runs. The first exception cancels all of them and is raised once they have ended.
+    """Run calls while the body runs. The first exception cancels the rest and is raised once they have ended.
 
     Failures that occur while they end become notes of that exception, as in `combine_failures`.
     """
@@ -92,7 +92,7 @@ async def any_of(*calls: Awaitable[T]) -> tuple[int, T]:
 async def result_unless(
     call: Awaitable[T], end: Awaitable[object], error: Callable[[], Exception], grace_s: float = 0.0
 ) -> T:
-    """Return what ``call`` returns, or raise ``error()`` if it is not done ``grace_s`` seconds after ``end`` is.
+    """Return what ``call`` returns, or raise ``error()`` if it is not done ``grace_s`` seconds after ``end`` finishes.
 
     Whichever of the two is still running is cancelled, and has ended when this returns or raises. A failure of ``end``
     is raised.
@@ -140,7 +140,7 @@ class TaskOwner:
         return task
 
     async def run(self, call: Awaitable[T]) -> T:
-        """Return what a call returns, once it has ended. Raises `EndedByOwnerError` if it was cancelled by `cancel`."""
+        """Run a call and return its result. Raises `EndedByOwnerError` if `cancel` cancelled it."""
         task = self.start(call)
         try:
             await asyncio.wait({task})
@@ -156,7 +156,8 @@ class TaskOwner:
             task.cancel()
 
     async def aclose(self, wait_s: float | None = 0.0) -> None:
-        """Wait for the tasks, at most ``wait_s`` seconds if given, then cancel the remaining ones and await their end.
+        """Wait for the tasks, at most ``wait_s`` seconds if given, then cancel the remaining ones and wait for them to
+        end.
 
         Tasks that do not end soon after they are cancelled are logged, and keep running.
         """
@@ -173,7 +174,7 @@ def start(call: Awaitable[T]) -> asyncio.Task[T]:
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any], timeout_s: float = math.inf) -> None:
-    """Cancel tasks and return once they have ended, even if the caller is cancelled meanwhile.
+    """Cancel tasks and return once they have ended, even if the caller is cancelled in the meantime.
 
     Their results and exceptions remain in the tasks. Tasks that have not ended after ``timeout_s`` seconds are logged,
     and keep running.
@@ -218,7 +219,7 @@ def add_failures_to(first: BaseException) -> Iterator[None]:
 
 
 def combine_failures(failures: Sequence[Exception]) -> Exception:
-    """Return the first of several failures; each of the others is one of its notes."""
+    """Return the first of several failures, with each of the others added as a note."""
     first, *others = failures
     for other in others:
         _add_note(first, other)

@@ -1,4 +1,6 @@
-"""Blocking calls that can be abandoned: each runs in a daemon thread, which keeps running without a waiting caller."""
+"""Blocking calls that can be abandoned: each runs in a daemon thread, which keeps running when its caller stops
+waiting.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ T = TypeVar("T")
 async def run_abandonable(call: Callable[[], T], name: str) -> T:
     """Return what ``call`` returns or raise what it raises.
 
-    If the awaiting task is cancelled, the thread keeps running on its own and its result is dropped: the call must end
-    on its own (every collective carries a timeout), and a process may end without waiting for it.
+    If the awaiting task is cancelled, the thread keeps running and its result is dropped. The call must therefore end
+    by itself (every collective has a timeout), and a process may exit without waiting for it.
     """
     return await asyncio.wrap_future(start_in_thread(call, name))
 
@@ -25,7 +27,7 @@ async def run_abandonable(call: Callable[[], T], name: str) -> T:
 def run_unless_abandoned(abandoned: Future[str], call: Callable[[], T], name: str, timeout_s: float | None = None) -> T:
     """Return what ``call`` returns or raise what it raises, unless ``abandoned`` is set or the timeout expires first.
 
-    In that case, raises `TransferError`; the call keeps running on its own and its result is dropped.
+    In either case, it raises `TransferError`; the call keeps running, and its result is dropped.
     """
     return result_unless_abandoned(abandoned, start_in_thread(call, name), name, timeout_s)
 

@@ -14,13 +14,13 @@ from inflight.base.validation import describe_problems
 from inflight.errors import ConfigError
 
 MAX_NUMBER = 1e12
-"""Maximum magnitude of a setting other than a seed: no count, size or rate needs more, and float64 represents every
+"""Maximum magnitude of a setting other than a seed. No count, size or rate needs more, and float64 represents every
 integer up to it.
 """
 _MAX_BYTES = 16 << 20
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 MAX_DURATION_S = 7 * 24 * 3600
-"""Maximum duration in a setting: messages allow no longer duration, and system clocks can represent it."""
+"""Maximum duration in a setting, in seconds: the maximum in messages, and one that system clocks can represent."""
 
 
 class Section(BaseModel):
@@ -49,8 +49,8 @@ S = TypeVar("S", bound=BaseModel)
 def load_settings(kind: type[S], path: Path, what: str, overrides: Sequence[str] = ()) -> S:
     """Return the settings in a TOML file, with overrides such as ``["--train.learning_rate", "1e-4"]``.
 
-    Raises `ConfigError`, which describes the file as ``what`` names every invalid key and its value, and suggests the
-    nearest known key for an unknown one. Relative paths start from the current directory.
+    Raises `ConfigError`, which calls the file ``what``, names every invalid key and its value, and suggests the nearest
+    known key for an unknown one. Relative paths are relative to the current directory.
     """
     return check_settings(kind, with_overrides(read_toml(path, what), overrides), f"{what} {str(path)!r}")
 
@@ -71,7 +71,7 @@ def check_settings(kind: type[S], values: Mapping[str, Any], what: str) -> S:
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """Return the values in a TOML file. Raises `ConfigError`, which describes the file as ``what``."""
+    """Return the values in a TOML file. Raises `ConfigError`, which calls the file ``what``."""
     try:
         with path.open("rb") as file:
             content = file.read(_MAX_BYTES + 1)

@@ -1,7 +1,7 @@
 """Lookup of installed transports by name.
 
-Every transport, including our own, is an entry point of the group ``inflight.transports``. This module names none of
-them.
+Every transport, including those of inflight, is an entry point in the group ``inflight.transports``. This module names
+none of them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ GROUP = "transports"
 
 
 def installed_transports() -> list[Transport]:
-    """Return the installed transports, by name. Raises `ConfigError` as `find_transport` does."""
+    """Return the installed transports, sorted by name. Raises the `ConfigError` of `find_transport`."""
     return [find_transport(name) for name in sorted(find_entry_points(GROUP))]
 
 
 def receivable_transports(*, on_gpu: bool) -> tuple[str, ...]:
     """Return the names of the transports that a server supports, given whether its weights are on a GPU.
 
-    Raises `ConfigError` as `find_transport` does.
-    """
+    Raises the `ConfigError` of `find_transport`. """
     return tuple(transport.name for transport in installed_transports() if on_gpu or not transport.needs_gpu)
 
 
@@ -40,7 +39,7 @@ def refusal(capabilities: Capabilities, name: str) -> str | None:
 def find_transport(name: str) -> Transport:
     """Return an installed transport.
 
-    Raises `ConfigError` if the name is unknown, with the known names, or if the transport cannot be loaded.
+    Raises `ConfigError` if the name is unknown (the error lists the known names) or if the transport cannot be loaded.
     """
     transport = load_installed("transport", GROUP, name)
     if not isinstance(transport, Transport) or transport.name != name:
@@ -51,7 +50,7 @@ def find_transport(name: str) -> Transport:
 def spec_type(name: str) -> type[TransportSpec]:
     """Return the type that parses a spec from another process for the transport of this name.
 
-    The name chooses among installed transports; nothing else is imported. Raises `UnsupportedError` with the known
+    The name selects an installed transport; nothing else is imported. Raises `UnsupportedError`, which lists the known
     names.
     """
     found = find_entry_points(GROUP)

@@ -1,4 +1,4 @@
-"""Options in the query of an endpoint's URL, for servers that do not report them."""
+"""Options in the query string of an endpoint's URL, for servers that do not report them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def options_of_query(kind: type[T], query: str) -> T:
-    """Return a dataclass of options, which must all have defaults, from ``key=value&...``. Raises `ConfigError`."""
+    """Parse ``key=value&...`` into a dataclass of options, all of which must have defaults. Raises `ConfigError`."""
     try:
         values = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
     except ValueError as error:
@@ -22,7 +22,7 @@ def options_of_query(kind: type[T], query: str) -> T:
 
 
 def options_of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a dataclass of options from values or strings. Raises `ConfigError`."""
+    """Return a dataclass of options from values or their string forms. Raises `ConfigError`."""
     defaults = kind()
     kinds: dict[str, type] = {it.name: type(getattr(defaults, it.name)) for it in fields(defaults)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - set(kinds)):

@@ -1,4 +1,4 @@
-"""Describes pydantic's validation errors briefly: where, why, and the offending value."""
+"""Brief descriptions of pydantic's validation errors: the location, the reason and the offending value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 _MAX_LISTED = 100
-"""Maximum number of problems described for one value; unknown keys are not limited."""
+"""Maximum number of problems described for one value, apart from unknown keys."""
 _MAX_SHOWN = 5
 _MAX_VALUE = 80
 _MAX_MESSAGE = 300
@@ -70,7 +70,7 @@ def _subject(problem: ErrorDetails, kind: type[BaseModel] | None) -> tuple[str, 
 
 
 def _reason(problem: ErrorDetails, *, is_first: bool) -> str:
-    """Return a problem's message without pydantic's terms; for a further alternative, only the alternative."""
+    """Return a problem's message without pydantic's terms; if it is not the first, only the alternative it adds."""
     if problem["type"] in ("extra_forbidden", "missing"):
         return ""
     message = problem["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Text files of which a reader never sees a part."""
+"""Text files that are written atomically, so that readers never see part of one."""
 
 from __future__ import annotations
 

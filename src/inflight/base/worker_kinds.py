@@ -1,4 +1,4 @@
-"""Lookup of installed kinds of trainers by name."""
+"""Lookup of installed kinds of trainer workers by name."""
 
 from __future__ import annotations
 

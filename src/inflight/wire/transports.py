@@ -67,8 +67,7 @@ class IpcSpec(TransportSpec):
 
 
 class PullSpec(TransportSpec):
-    """Where one endpoint fetches the files of `DirectorySpec` over HTTP, in byte ranges. ``token`` is the bearer token.
-    """
+    """Where one endpoint fetches the files of `DirectorySpec` over HTTP, in byte ranges, with a bearer token."""
 
     transport: Literal["http"]
     url: Annotated[str, AfterValidator(usable_url)] = Field(pattern=r"^https?://", max_length=2048)
