@@ -22,7 +22,8 @@ def installed_transports() -> list[Transport]:
 def receivable_transports(*, on_gpu: bool) -> tuple[str, ...]:
     """Return the names of the transports that a server supports, given whether its weights are on a GPU.
 
-    Raises the `ConfigError` of `find_transport`. """
+    Raises the `ConfigError` of `find_transport`.
+    """
     return tuple(transport.name for transport in installed_transports() if on_gpu or not transport.needs_gpu)
 
 

@@ -1,1 +1,1 @@
-"""The inference contract over HTTP: a client that is an endpoint, a server that serves any endpoint."""
+"""The inference contract over HTTP: a client that implements `InferenceEndpoint`, and a server for any endpoint."""

@@ -1,4 +1,4 @@
-"""Reading messages from request and response bodies: long ones in a thread, with short error texts."""
+"""Parsing of request and response bodies: long ones in a thread, with short error texts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ T = TypeVar("T")
 Message = TypeVar("Message", bound=pydantic.BaseModel)
 
 LONG_BODY_BYTES = 64 * 1024
-"""Longer bodies are parsed in a thread; for shorter ones the thread would cost more than the parsing itself.
+"""Longer bodies are parsed in a thread; for shorter ones, the thread would cost more than the parsing itself.
 
-A parser holds the interpreter lock, some 15 ms for each MB, so a thread lets others run only between two bodies. The
-size limit of bodies therefore limits how long a body stops the event loop.
+A parser holds the interpreter lock for some 15 ms per MB, so other threads run only between two bodies. The size limit
+of bodies therefore limits how long one body can block the event loop.
 """
 
 
 async def parse_body(parse: Callable[[bytes], T], content: bytes) -> T:
-    """Return ``parse(content)``, from a thread if the content is long."""
+    """Return ``parse(content)``, computed in a thread if the content is long."""
     if len(content) < LONG_BODY_BYTES:
         return parse(content)
     return await asyncio.to_thread(parse, content)

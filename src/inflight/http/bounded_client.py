@@ -1,4 +1,4 @@
-"""Calls to one HTTP server, each with a deadline and a size limit; errors of httpx are mapped to ours."""
+"""Calls to one HTTP server, each with a deadline and a size limit. Errors of httpx become errors of inflight."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 1024 * 1024
 """Maximum body size of a response with a status other than 200."""
 _DISCONNECTED = re.compile("disconnected|peer closed connection")
-"""The messages with which httpx's own transport reports, as `httpx.RemoteProtocolError`, a connection closed early."""
+"""The messages of the `httpx.RemoteProtocolError` with which httpx's own transport reports that a connection was closed
+early.
+"""
 _FAILURES = (TimeoutError, httpx.HTTPError, httpx.InvalidURL)
 _IDENTITY = {"accept-encoding": "identity"}
 """A compressed body could expand to a thousand times the size limit."""
 
 
 class BoundedClient:
-    """Calls the server at ``url``, whose errors carry that name.
+    """Calls the server at ``url``; errors name this URL.
 
-    ``client`` sends the requests and stays open. If it is None, this object creates a client, which ignores the proxies
-    of the environment, and `aclose` closes it. The object belongs to the event loop in which it is first used. If
-    ``keeps_alive`` is False, each call opens a connection. This is for servers that silently close a connection after
-    an error: the next call on that connection would fail, and could be repeated only if it is idempotent.
+    ``client`` sends the requests and stays open. If it is None, this object creates a client that ignores the
+    environment's proxy settings, and `aclose` closes it. The object belongs to the event loop in which it is first
+    used. If ``keeps_alive`` is False, each call opens a connection. Use this for servers that silently close a
+    connection after an error: the next call on that connection would fail, and could be retried only if it is
+    idempotent.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class BoundedClient:
         timeout_s: float,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[int, Any]:
-        """Return the status and the decoded JSON of the response to a JSON body, or its text if it is not JSON.
+        """Send a JSON body, and return the status and the response: decoded if it is JSON, else as text.
 
         Raises the errors of `request`.
         """
@@ -110,7 +113,7 @@ class BoundedClient:
         timeout_s: float,
         on_refusal: Callable[[int, bytes], Exception],
     ) -> AsyncGenerator[bytes, None]:
-        """Yield a streamed response piece by piece; a status other than 200 raises what ``on_refusal`` returns."""
+        """Yield a streamed response piece by piece. If the status is not 200, raise what ``on_refusal`` returns."""
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._send(method, path, content, headers)
@@ -136,7 +139,7 @@ class BoundedClient:
     def _send(
         self, method: str, path: str, content: str | None, headers: Mapping[str, str]
     ) -> Coroutine[Any, Any, httpx.Response]:
-        """Return a call that returns a response whose body is yet to be read."""
+        """Return a coroutine that returns the response, whose body has not been read yet."""
         url = self._url_of(path)
         if self._client is not None:
             request = self._client.build_request(
@@ -168,7 +171,7 @@ class BoundedClient:
         return b"".join(parts)
 
     def _body_of(self, response: httpx.Response, max_bytes: int) -> httpx.AsyncByteStream:
-        """Return the body as it arrives, unless its headers state that it is compressed or too long."""
+        """Return the body as it arrives. Raises `ProtocolError` if its headers say it is compressed or too long."""
         headers = {name.lower(): value for name, value in response.headers.raw}
         encoding = headers.get(b"content-encoding", b"identity").decode(errors="replace")
         if encoding != "identity":
@@ -186,7 +189,7 @@ class BoundedClient:
 
 
 def bare_request(method: str, url: httpx.URL, content: str | None, headers: Mapping[str, str]) -> httpx.Request:
-    """Return a request with the given headers and the headers that HTTP requires; httpx takes three times as long."""
+    """Return a request with the given headers and those that HTTP requires, three times as fast as httpx does."""
     body = b"" if content is None else content.encode()
     pairs = [
         (b"host", url.netloc),
@@ -198,7 +201,7 @@ def bare_request(method: str, url: httpx.URL, content: str | None, headers: Mapp
 
 
 def checked_url(text: str) -> httpx.URL:
-    """Return the URL of a server. Raises an error of httpx unless it is an HTTP URL with a host and no user."""
+    """Return the URL of a server. Raises an httpx error unless it is an HTTP URL with a host and no user name."""
     url = httpx.URL(text)
     if url.scheme not in ("http", "https") or not url.host or url.userinfo or (url.port or 0) > 65535:
         raise httpx.UnsupportedProtocol("its URL is not of the form http://HOST:PORT")

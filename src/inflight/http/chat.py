@@ -1,4 +1,4 @@
-"""Chat in the OpenAI format, around token ids."""
+"""Chat in OpenAI's format, implemented on top of token ids."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from inflight.wire import (
 )
 
 _MOST_LOGPROBS = 64 * 1024
-"""Maximum number of tokens whose text, bytes and logprob one answer lists, at about a kilobyte each."""
+"""Maximum number of tokens whose text, bytes and logprob one response lists, at about a kilobyte per token."""
 
 
 def check_chat(request: ChatCompletionRequest, can: Capabilities) -> None:
@@ -46,7 +46,7 @@ def check_chat(request: ChatCompletionRequest, can: Capabilities) -> None:
 def generate_request_of(
     request: ChatCompletionRequest, prompt_token_ids: Iterable[int], images: Iterable[PromptImage] = ()
 ) -> GenerateRequest:
-    """Return the request with its rendered messages. Raises `InvalidRequestError` if they do not fit."""
+    """Return the request for the rendered messages. Raises `InvalidRequestError` if they do not fit."""
     try:
         return GenerateRequest(
             request_id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -60,7 +60,7 @@ def generate_request_of(
 
 
 def check_logprobs(request: ChatCompletionRequest, max_tokens: int) -> None:
-    """Raise `InvalidRequestError` if completions of ``max_tokens`` have too many logprobs for one answer."""
+    """Raise `InvalidRequestError` if completions of ``max_tokens`` tokens have too many logprobs for one response."""
     if request.logprobs and request.n * max_tokens > _MOST_LOGPROBS:
         raise InvalidRequestError(
             f"logprobs=true lists the text of at most {_MOST_LOGPROBS} tokens, but the request has {request.n} "
@@ -82,10 +82,10 @@ def chat_completion_of(
     texts: Sequence[str],
     pieces: Sequence[Sequence[str]],
 ) -> ChatCompletion:
-    """Return a response in the OpenAI format.
+    """Return a response in OpenAI's format.
 
-    ``texts`` are the decoded completions, without special tokens. If the request asks for logprobs, ``pieces`` are
-    the decoded tokens of each.
+    ``texts`` are the decoded completions, without special tokens. If the request asks for logprobs, ``pieces`` are the
+    decoded tokens of each completion.
     """
     num_prompt, num_sampled = len(generated.prompt_token_ids), sum(len(c.token_ids) for c in response.completions)
     return ChatCompletion(

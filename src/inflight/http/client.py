@@ -53,11 +53,11 @@ _SLACK_S = 5.0
 class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint, ScoringEndpoint):
     """One inference server at ``url``.
 
-    ``client`` sends the requests, with its headers, authentication and proxies but without its timeouts, and stays
-    open. Without one, the endpoint keeps its own connections and ignores the proxies of the environment. ``token`` is
-    sent to control routes and to those of generation. ``control_timeout_s`` bounds each control call that has no
-    deadline of its own, ``generate_timeout_s`` each generation; a commit may take as long as its update. A response
-    that is longer than the request allows, or than ``max_response_bytes``, raises `ProtocolError`. An instance belongs
+    ``client`` sends the requests, with its headers, authentication and proxies but without its timeouts, and is not
+    closed. Without one, the endpoint keeps its own connections and ignores the environment's proxy settings. ``token``
+    is sent with control and generation requests. ``control_timeout_s`` limits each control call that has no deadline of
+    its own, and ``generate_timeout_s`` each generation; a commit may take as long as its update. A response that is
+    longer than the request allows, or longer than ``max_response_bytes``, raises `ProtocolError`. An instance belongs
     to the event loop in which it is first used.
     """
 
@@ -160,7 +160,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         num_tokens: int | None = 0,
         num_routed: int = 0,
     ) -> Response:
-        """Return the answer, of at most ``num_tokens`` tokens, or of as many as the server chooses if that is None.
+        """Return the response, which may have at most ``num_tokens`` tokens, or any number if that is None.
 
         ``num_routed`` is the number of tokens whose experts are returned.
         """
@@ -189,7 +189,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
             ) from error
 
     async def _events(self, route: Route[Any], body: WireModel, kind: type[Response]) -> AsyncIterator[Response]:
-        """Yield the server-sent events of a streamed answer."""
+        """Yield the server-sent events of a streamed response."""
         rest, is_done = bytearray(), False
         parts = self._http.stream(
             route.method,
@@ -244,7 +244,7 @@ def _num_tokens(sampling: SamplingParams) -> int | None:
 
 
 def _length_of_images(body: WireModel | None) -> int:
-    """Return how many characters of a message are the data URLs of images."""
+    """Return the total length of the image data URLs in a message, in characters."""
     match body:
         case GenerateRequest():
             return sum(len(image.url) for image in body.images)

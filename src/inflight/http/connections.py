@@ -1,8 +1,9 @@
-"""Connections of a server: how many there are, how long a request may take to arrive, and which clients are answered.
+"""A server's connections: how many it holds, how long a request may take to arrive, and which clients it answers.
 
 A client that sends nothing, or half a request, keeps a connection only until its deadline or until another client needs
-the connection's slot. Pages in a browser must not drive a server on this machine, so requests from other origins are
-refused. Unknown names for this machine are refused too, because anyone may register one.
+the connection's slot. Web pages in a browser must not control a server on this machine, so requests from other origins
+are refused. Requests to an unknown host name are also refused, because anyone can register a name that resolves to this
+machine.
 """
 
 from __future__ import annotations
@@ -29,21 +30,23 @@ from inflight.http.tls import Handshake
 
 BACKLOG = 128
 HOSTS_VARIABLE = "INFLIGHT_ALLOWED_HOSTS"
-"""Further names, separated by commas, under which clients reach a server that listens on loopback."""
+"""Environment variable with further names, separated by commas, by which clients reach a server that listens on
+loopback.
+"""
 _HEAD_S = 10.0
-"""How long, in seconds, a request's head may take to arrive, counted from the connection or its first byte."""
+"""How long, in seconds, the head of a request may take to arrive, counted from the connection or the first byte."""
 _LOG_EVERY_S = 60.0
 _MOST_CONNECTIONS = 16_384
 
 
 def max_connections() -> int:
-    """Return how many connections a server may hold: three quarters of the descriptors that this process may open."""
+    """Return how many connections a server may hold: three quarters of this process's limit of file descriptors."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, max(8, soft * 3 // 4))
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that is closed if its request is late, or if it is the oldest idle one and there are too many."""
+    """A connection that is closed if its request takes too long, or if it is the oldest idle one of too many."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -124,7 +127,7 @@ def configure(app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None,
 
 
 def url_of(listener: socket.socket, tls: ssl.SSLContext | None) -> str:
-    """Return the URL of the address at which a socket listens."""
+    """Return the URL of the address on which a socket listens."""
     host, port = listener.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     return f"{'http' if tls is None else 'https'}://{name}:{port}"
@@ -136,7 +139,7 @@ def _over_tls(context: ssl.SSLContext) -> Callable[..., Handshake]:
 
 
 class _KnownClients:
-    """An ASGI application that refuses requests from pages of other origins, and ambiguous requests."""
+    """An ASGI application that refuses requests from web pages with other origins, and ambiguous requests."""
 
     def __init__(self, app: ASGIApp, *, is_local: bool) -> None:
         self._app = app
@@ -154,7 +157,7 @@ class _KnownClients:
             await self._app(scope, receive, send)
 
     def _refusal(self, headers: list[tuple[bytes, bytes]]) -> str:
-        """Return why a request is refused, or an empty text if it is not."""
+        """Return why a request is refused, or an empty string if it is not."""
         found = dict(headers)
         host, origin = (found.get(name, b"").decode("latin-1").lower() for name in (b"host", b"origin"))
         if b"transfer-encoding" in found and b"content-length" in found:
@@ -167,7 +170,9 @@ class _KnownClients:
         return ""
 
     def _knows(self, host: str) -> bool:
-        """Return whether a host is an IP address or a known name of this machine, which others cannot point here."""
+        """Return whether a host is an IP address or a known name of this machine: no attacker can make one resolve to
+        it.
+        """
         try:
             name = urlsplit(f"//{host}").hostname or ""
         except ValueError:

@@ -17,15 +17,15 @@ from inflight.wire.fields import usable_url
 
 JOIN_PATH = "/v1/servers"
 RENEW_S = 2.0
-"""Interval, in seconds, at which a server announces itself."""
+"""Interval in seconds at which a server announces itself."""
 _ANSWER_S = 10.0
 _IDLE_POLL_S = 0.1
 _TAKEN_BACK_S = 1.5
-"""How long, in seconds, the run may take to notice that a server leaves: it checks twice a second."""
+"""How long, in seconds, the run may take to notice that a server is leaving; it checks twice a second."""
 
 
 class JoinRequest(BaseModel):
-    """The message of a server that joins or leaves."""
+    """The message that a server sends when it joins or leaves."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -34,7 +34,7 @@ class JoinRequest(BaseModel):
 
 
 class JoinAnswer(BaseModel):
-    """The run's answer."""
+    """The run's response."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,9 +47,9 @@ class JoinSettings:
 
     run_url: str
     grace_s: float
-    """How long the run may take to reclaim the server's requests once the server is asked to stop."""
+    """How long, in seconds, the run may take to reclaim the server's requests once the server is asked to stop."""
     own_url: str | None
-    """The URL at which the run reaches the server. None: the URL at which it listens."""
+    """The URL at which the run reaches the server; None for the URL at which it listens."""
     note: Callable[[str], None]
     """Receives a line when the server joins, and when no run answers."""
 
@@ -66,7 +66,7 @@ class Membership:
         self._note = settings.note
 
     async def renew(self) -> None:
-        """Join, and renew the membership until cancelled; keep trying while the run does not answer.
+        """Join, and renew the membership until cancelled. If the run does not answer, keep trying.
 
         Raises `ConfigError` if the run refuses.
         """
@@ -81,7 +81,7 @@ class Membership:
             await asyncio.sleep(RENEW_S)
 
     async def leave(self, endpoint: InferenceEndpoint) -> None:
-        """Deregister, and return once no request runs on the endpoint or the grace period is over."""
+        """Deregister, and return once no request is running on the endpoint or the grace period is over."""
         with contextlib.suppress(InflightError, TimeoutError):
             async with asyncio.timeout(self._grace_s):
                 if await self._announce("DELETE"):

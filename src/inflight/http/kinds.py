@@ -1,4 +1,4 @@
-"""Creates the endpoint for a URL, using the installed kinds of engines."""
+"""Creates the endpoint for a URL, using the installed engine kinds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.http.client import HttpEndpoint
 
 
 def load_engine_kind(name: str) -> EngineKind:
-    """Return the engine registered under ``name``. Raises `ConfigError` with the known names."""
+    """Return the engine kind registered under ``name``. Raises `ConfigError`, which lists the known names."""
     kind: EngineKind = load_installed("engine", "engines", name)
     return kind
 
@@ -19,10 +19,10 @@ def load_engine_kind(name: str) -> EngineKind:
 def connect_endpoint(
     url: str, *, token: str | None = None, control_timeout_s: float = 30.0, generate_timeout_s: float = 600.0
 ) -> InferenceEndpoint:
-    """Return an endpoint for ``http://...``, a server of the contract, or for an engine's own ``ENGINE+http://...``.
+    """Return an endpoint for a server of the contract (``http://...``) or of an engine (``ENGINE+http://...``).
 
     ``vllm+http://host:8000`` attaches to a vLLM server, ``sglang+http://host:30000`` to an SGLang server. Raises
-    `ConfigError` for any other scheme. Sends nothing before the endpoint's first call.
+    `ConfigError` for any other scheme. Nothing is sent until the endpoint is first called.
     """
     scheme, separator, rest = url.partition("://")
     engine, plus, transport = scheme.rpartition("+")

@@ -18,15 +18,15 @@ from inflight.errors import ConfigError, InflightError
 from inflight.http.connections import BACKLOG, configure, url_of
 
 _PARTING_S = 2
-"""How long answers in progress may take once the server ends."""
+"""How long, in seconds, responses in progress may take once the server is stopping."""
 
 
 def bind(
     host: str, port: int, remedy: str = "choose another --port, or 0 for any", *, listens: bool = True
 ) -> socket.socket:
-    """Return a listening socket; port 0 means any free port.
+    """Return a listening socket. Port 0 means any free port.
 
-    With ``listens=False``, nobody can connect to the socket.
+    With ``listens=False``, the socket is only bound, and nobody can connect to it.
 
     Raises `ConfigError`, with the remedy, if the address cannot be used.
     """
@@ -55,20 +55,20 @@ class InLoopServer:
         self.url = url_of(listener, tls)
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
         self._has_begun = asyncio.Event()
-        """Set once the server answers, or has ended."""
+        """Set once the server accepts requests or has ended."""
         self._server = _Uvicorn(config, self._has_begun)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         self._serving.add_done_callback(lambda _: self._has_begun.set())
 
     async def started(self) -> str:
-        """Return the URL once it answers. Raises `InflightError` if it has ended."""
+        """Return the URL once the server accepts requests. Raises `InflightError` if the server has ended."""
         await self._has_begun.wait()
         if self._serving.done():
             raise InflightError(f"the server at {self.url} has ended")
         return self.url
 
     async def aclose(self) -> None:
-        """Return once the server has ended and has sent its last answers. Raises the error that ended it, if any."""
+        """Return once the server has sent its last responses and ended. Raises the error that ended it, if any."""
         gc.unfreeze()
         self._server.should_exit = True
         await self._serving

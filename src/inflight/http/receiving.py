@@ -1,4 +1,4 @@
-"""Reading requests: a body of bounded length, and whether the client is still connected."""
+"""Reading of requests: bodies of limited length, and whether the client is still connected."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from inflight.http.structure import check_structure
 T = TypeVar("T")
 
 _BODY_S = 20.0
-"""How long a body may take to arrive, plus the time for the route's maximum body size at ``_SLOWEST_BYTES_S``."""
+"""How long, in seconds, a body may take to arrive, in addition to the time that the route's maximum body size takes at
+``_SLOWEST_BYTES_S``.
+"""
 _SLOWEST_BYTES_S = 1e6
 
 
 async def content_of(request: Request, max_body_bytes: int, *, is_trusted: bool = False) -> bytes:
-    """Return a body. Reads no more than ``max_body_bytes``, and raises `HTTPException` 413 for a longer one.
+    """Return a body of at most ``max_body_bytes``. Raises `HTTPException` 413 if it is longer.
 
     A body that arrives too slowly is refused with 408. Unless the client is trusted, a body of a different content type
     is refused with 415, and a body whose JSON would take much more memory than its bytes with 400.
@@ -53,7 +55,9 @@ async def content_of(request: Request, max_body_bytes: int, *, is_trusted: bool 
 
 
 def refuse_length(request: Request, max_body_bytes: int) -> None:
-    """Refuse a body whose content-length is too long; without that header the body is counted while it is read."""
+    """Refuse a body whose content-length is too high. Without that header, the bytes are counted while they are
+    read.
+    """
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > max_body_bytes:
         raise _too_long(request, length[:20], max_body_bytes)

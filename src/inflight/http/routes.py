@@ -1,4 +1,4 @@
-"""The routes of the contract, one record each, from which the client, server and OpenAPI document are derived."""
+"""The routes of the contract, one record per route. The client, server and OpenAPI document are derived from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Size:
     fixed_bytes: int
     token_bytes: int = 0
     image_bytes: int = 0
-    """Further bytes where images are supported."""
+    """Additional bytes if the endpoint supports images."""
     routed_bytes: int = 0
-    """Further bytes for each token, including prompt tokens, whose experts are requested."""
+    """Additional bytes for each token whose experts are requested, including prompt tokens."""
 
     def bytes_for(self, num_tokens: int, *, images: bool = False, num_routed: int = 0) -> int:
         return (
@@ -36,13 +36,14 @@ Response = TypeVar("Response", bound=wire.WireModel)
 
 @dataclass(frozen=True, slots=True)
 class Route(Generic[Response]):
-    """One route: its request (None without a body), its response (None for text), and the token that it requires.
+    """One route: its request (None if it has no body), its response (None for text), and the token that it requires.
 
-    ``control`` routes take the control token, ``generation`` routes it or the server's generation token, if it has one.
+    ``control`` routes require the control token. ``generation`` routes accept either it or the generation token if the
+    server has one.
 
-    ``request_size`` counts the tokens of the endpoint's context, ``response_size`` those of all completions that the
-    request asks for. A token id takes 16 bytes with comma and white space; a sampled token adds its logprob and at
-    worst a version span. 64 bytes of chat text are at least one token, except in runs of white space.
+    ``request_size`` is based on the endpoint's context length, ``response_size`` on the number of tokens in all
+    requested completions. A token id takes 16 bytes including a comma and white space; a sampled token adds its logprob
+    and, at worst, a version span. Every 64 bytes of chat text are at least one token, except in runs of white space.
     """
 
     method: Literal["GET", "POST"]
@@ -54,7 +55,7 @@ class Route(Generic[Response]):
     control: bool = False
     generation: bool = False
     needs: wire.Needs | None = None
-    """The capability that the server needs for the route."""
+    """The capability that the route requires of the server."""
     request_size: Size = Size(0)
     response_size: Size = Size(MB)
 
@@ -210,5 +211,6 @@ STATUS_OF_CODE = {
 """HTTP status of each error code; every other code has status 500."""
 
 REFUSED_STATUSES = (403, 404, 405, 408, 413, 415)
-"""Further statuses of ``invalid_request``: page from elsewhere, unknown route, wrong method, body too slow, too long,
-not JSON."""
+"""Further statuses of ``invalid_request``: request from a web page of another origin, unknown route, wrong method, body
+that arrives too slowly, body that is too long, body that is not JSON.
+"""

@@ -1,7 +1,7 @@
 """The contract's HTTP server: serves any `InferenceEndpoint` as a Starlette application.
 
-Control routes take a bearer token, which is checked before the body is read. Each route limits the size of its body,
-and answers errors with an `ErrorBody`. A client that disconnects ends its request.
+Control routes require a bearer token, which is checked before the body is read. Each route limits the size of its body,
+and responds to errors with an `ErrorBody`. When a client disconnects, its request ends.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ def create_app(
 ) -> Starlette:
     """Return the application that serves ``endpoint``. ``token`` guards the control routes and must not be empty.
 
-    With a ``generation_token``, generation and scoring require one of the two; without, they are open.
+    With a ``generation_token``, generation and scoring require one of the two tokens; otherwise, they require none.
 
-    ``stats`` feeds ``/metrics``. If the application owns the endpoint, it closes it on shutdown.
+    ``stats`` provides the counters of ``/metrics``. If the application owns the endpoint, it closes the endpoint on
+    shutdown.
     """
     if not token:
         raise ValueError("create_app needs a token, because control routes are never open")
@@ -196,7 +197,7 @@ def _require_streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
 
 
 async def _events(request: Request, chunks: AsyncIterator[WireModel]) -> Response:
-    """Answer with server-sent events. An error before the first event is raised here; a later one becomes an event."""
+    """Return a response of server-sent events. Errors before the first event are raised; later ones become events."""
     first = await run_while_connected(request, anext(chunks))
 
     async def lines() -> AsyncGenerator[str, None]:
@@ -214,7 +215,7 @@ async def _events(request: Request, chunks: AsyncIterator[WireModel]) -> Respons
 class _EventStream(StreamingResponse):
     """The events of a stream of chunks.
 
-    The stream has ended once they have been sent or the client has disconnected.
+    The stream of chunks has ended once all events have been sent or the client has disconnected.
     """
 
     def __init__(self, events: AsyncGenerator[str, None], chunks: Any) -> None:
@@ -240,7 +241,7 @@ def error_response(error: InflightError) -> Response:
 
 
 async def _answer_refusal(request: Request, error: HTTPException) -> Response:
-    """Answer a request that does not reach the endpoint: an unknown route, or a body that is too long."""
+    """Respond to a request that does not reach the endpoint, because its route is unknown or its body is too long."""
     message = error.detail
     if error.status_code in (404, 405):
         known = ", ".join(f"{route.method} {route.path}" for route in routes.ROUTES)
@@ -253,7 +254,7 @@ async def _answer_failure(request: Request, error: Exception) -> Response:
 
 
 class MetricsCollector:
-    """Version and engine counters in the format of Prometheus."""
+    """The version and the engine's counters in Prometheus's format."""
 
     def __init__(self, version: WeightVersion, stats: EngineStats | None) -> None:
         self._version = version

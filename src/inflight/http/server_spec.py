@@ -1,6 +1,6 @@
-"""The complete settings of one server, as a value, and as the command line of ``inflight serve``.
+"""The complete settings of one server, as an object and as the command line of ``inflight serve``.
 
-The options of the command are the fields of these dataclasses, each with its help text.
+The options of the command are the fields of these dataclasses, whose metadata contains their help texts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.http.tokens import GENERATION_TOKEN_VARIABLE, TOKEN_VARIABLE
 
 @dataclass(frozen=True, slots=True)
 class ListenOptions:
-    """Where the contract is served, to whom, and for how long."""
+    """Where, to whom and for how long the server serves the contract."""
 
     host: str | None = option("address to listen on (default: the address that a launcher sets, or loopback only)")
     port: int = option("port to listen on, 0 for any free one (default: 8000)", 8000)
@@ -63,7 +63,7 @@ class JoinOptions:
 
 @dataclass(frozen=True, slots=True)
 class FollowOptions:
-    """The stored versions that the server loads on its own."""
+    """The stored versions that the server loads by itself."""
 
     follow: str | None = option("directory or URL from which to load the newest stored version", metavar="DIR_OR_URL")
     follow_run: str | None = option("run_id under which the versions are stored", metavar="RUN_ID")
@@ -104,7 +104,7 @@ class ServerSpec:
     )
 
     def to_argv(self) -> list[str]:
-        """Return the arguments of ``inflight serve`` that start this server. Options at their defaults are left out."""
+        """Return the arguments of ``inflight serve`` that start this server. Omits defaults."""
         model = str(self.options.model)
         words = [f"./{model}" if model.startswith("-") else model]
         for it in _options():
@@ -115,9 +115,9 @@ class ServerSpec:
 
     @classmethod
     def from_argv(cls, argv: Sequence[str]) -> ServerSpec:
-        """Return the server that these arguments of ``inflight serve`` start.
+        """Return the settings of the server that these arguments of ``inflight serve`` start.
 
-        Exits as argparse does if they are invalid.
+        If they are invalid, the process exits, as it does with argparse.
         """
         parser = argparse.ArgumentParser()
         add_server_arguments(parser)
@@ -134,7 +134,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def server_spec_of(arguments: argparse.Namespace) -> ServerSpec:
-    """Return the server that parsed arguments start. Raises `ConfigError` for an invalid size."""
+    """Return the settings of the server that parsed arguments start. Raises `ConfigError` for an invalid size."""
     own: dict[str, Any] = {}
     sections: dict[str, dict[str, Any]] = {"options": {"model": arguments.model}}
     for it in _options():
@@ -144,7 +144,7 @@ def server_spec_of(arguments: argparse.Namespace) -> ServerSpec:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of the option whose field has this name."""
+    """Return the command-line flag for the field with this name."""
     return next(it.flag for it in _options() if it.name == name)
 
 
@@ -155,7 +155,7 @@ class _Option:
     section: str
     name: str
     kind: Any
-    """Its type, without None."""
+    """The field's type, without None."""
     default: Any
     metadata: Mapping[str, Any]
 
@@ -172,7 +172,7 @@ class _Option:
         return self.metadata.get("metavar") == "SIZE"
 
     def parsing(self) -> dict[str, Any]:
-        """Return the arguments of argparse that parse it."""
+        """Return the keyword arguments with which argparse parses the option."""
         if self.kind is bool:
             return {"action": "store_true"}
         if get_origin(self.kind) is tuple:
@@ -183,7 +183,7 @@ class _Option:
         return {"type": str if self.is_size else self.kind, "default": self.default, **more}
 
     def value(self, parsed: Any) -> Any:
-        """Return the field's value for what argparse read."""
+        """Return the field's value for the value that argparse parsed."""
         if isinstance(parsed, list):
             return tuple(parsed)
         if self.is_size and parsed is not None:
@@ -191,7 +191,7 @@ class _Option:
         return None if get_origin(self.kind) is Literal and parsed == _NONE else parsed
 
     def words(self, value: Any) -> list[str]:
-        """Return the command-line words that set it."""
+        """Return the command-line words that set the option."""
         if value is True:
             return [self.flag]
         if isinstance(value, tuple):
@@ -201,7 +201,7 @@ class _Option:
 
 
 _NONE = "off"
-"""How the command line writes None where an option has choices."""
+"""The command-line form of None for options with choices."""
 
 
 @functools.cache

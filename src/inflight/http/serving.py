@@ -33,7 +33,7 @@ from inflight.types import EngineStats
 _DEFAULTS = ListenOptions()
 _POLL_S = 0.1
 _PARTING_S = 0.5
-"""How long running requests may take to end once the server has failed."""
+"""How long, in seconds, running requests may take to end once the server has failed."""
 
 
 async def serve(
@@ -51,15 +51,14 @@ async def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or, with ``exit_with_stdin``, the end of standard input; then abort all requests.
 
-    With ``joins`` the server is a member of a run from then on, and leaves the run cleanly before it stops.
-    ``listen`` specifies ``exit_with_stdin``, ``ready_file``, ``lease_s`` and the files of TLS; ``listener`` has the
-    address.
-    After the end of standard input the server continues for ``lease_s`` from the last call that carried the token.
+    With ``joins``, the server joins a run once it is ready, and leaves it cleanly before it stops. Of ``listen``, only
+    ``exit_with_stdin``, ``ready_file``, ``lease_s`` and the TLS files are used; ``listener`` determines the address.
+    After standard input ends, the server keeps running for ``lease_s`` seconds after the last call with the token.
 
-    Await it in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
-    server answers, ``ready_file`` is written atomically with ``{"url", "pid"}`` as JSON. ``until_ready`` is awaited
-    before that, and ``while_serving`` runs alongside the server: an `InflightError` from either ends the server and is
-    raised, and running and later requests are answered immediately with its first line.
+    Await this in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
+    server accepts requests, ``ready_file`` is written atomically with ``{"url", "pid"}`` as JSON. ``until_ready`` is
+    awaited before that, and ``while_serving`` runs alongside the server: an `InflightError` from either ends the server
+    and is raised. Running and later requests then fail immediately with the first line of the error.
     """
     tls = server_tls(listen.tls_certificate, listen.tls_key, listen.tls_client_ca)
     url = url_of(listener, tls)
@@ -92,7 +91,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that waits for its endpoint, reports when it answers, and ends all requests before it stops."""
+    """A uvicorn server that waits for its endpoint, reports when it is ready, and ends all requests before it stops."""
 
     def __init__(
         self,
@@ -116,7 +115,7 @@ class _Server(uvicorn.Server):
         self.failure: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait until ready, start, and report it; does nothing if it is asked to stop in the meantime."""
+        """Wait until ready, then start and report it. If asked to stop in the meantime, do not start."""
         if self._until_ready is not None:
             await self._run_until_stopped(self._until_ready())
             if self.should_exit:
@@ -142,7 +141,7 @@ class _Server(uvicorn.Server):
         await self._app.wait_for_abandoned_calls(_PARTING_S)
 
     async def _run_until_stopped(self, call: Awaitable[None]) -> None:
-        """Await a call; cancel it once this server is asked to stop."""
+        """Await a call, and cancel it if this server is asked to stop."""
         calling = asyncio.create_task(self._note_failure_of(call))
         try:
             while not calling.done() and not self.should_exit:
@@ -168,15 +167,15 @@ class _UntilFailure:
         self.last_authorized = time.monotonic()
         """When the last call with the token arrived."""
         self._num_open = 0
-        """Requests for generation, or without the token, that are being answered."""
+        """Number of open requests that are for generation or lack the token."""
         self._most_open = max_connections() * 7 // 8
-        """The rest of the connections is kept free for control."""
+        """Limit of ``_num_open``; the remaining connections are reserved for control."""
         self._has_failed = asyncio.Event()
         self._error = InflightError()
         self._abandoned: set[asyncio.Future[None]] = set()
 
     def fail(self, error: Exception) -> None:
-        """Answer all running and later requests with the first line of ``error``."""
+        """Let all running and later requests fail with the first line of ``error``."""
         line = str(error).partition("\n")[0]
         if isinstance(error, InflightError):
             self._error = error_from_code(error.code, line)
@@ -227,7 +226,7 @@ class _UntilFailure:
             await error_response(self._error)(scope, receive, send)
 
     async def wait_for_abandoned_calls(self, timeout_s: float) -> None:
-        """Wait for the cancelled calls of requests that were answered with the failure or whose client disconnected."""
+        """Wait for the cancelled calls of requests that got the failure as response or whose client disconnected."""
         if self._abandoned:
             await asyncio.wait(self._abandoned, timeout=timeout_s)
 

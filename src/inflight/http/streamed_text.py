@@ -1,4 +1,4 @@
-"""Text of tokens that arrive one by one."""
+"""Decodes the text of tokens that arrive one by one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _UNFINISHED = "\ufffd"
 
 
 class StreamedText:
-    """Collects the text of one completion, and returns the part that no later token changes.
+    """Collects the text of one completion, and returns the part that later tokens can no longer change.
 
-    It holds back an unfinished character and the beginning of a stop string. Each call decodes a few of the last tokens
-    only, so that the cost of a token does not grow with the completion.
+    It holds back an incomplete character and the beginning of a stop string. Each call decodes only the last few
+    tokens, so that the cost per token does not grow with the completion.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
@@ -23,12 +23,12 @@ class StreamedText:
         self._stop = tuple(stop)
         self._token_ids: list[int] = []
         self._read = 0
-        """Tokens whose text is in ``_text``."""
+        """Number of tokens whose text is in ``_text``."""
         self._text = ""
         self._is_stopped = False
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Add tokens, and return the text so far that no later token can change."""
+        """Add tokens, and return all text so far that later tokens can no longer change."""
         self._token_ids += token_ids
         if not self._is_stopped:
             self._text += self._new_text()
@@ -41,11 +41,11 @@ class StreamedText:
         return self._text[: len(self._text) - held]
 
     def whole(self) -> str:
-        """Return the text of all tokens that were added, up to a stop string, decoded at once."""
+        """Return the text of all added tokens, decoded together, up to a stop string."""
         return before_stop(self._decode(self._token_ids), self._stop)
 
     def _new_text(self) -> str:
-        """Return the text of the tokens not yet decoded, unless it ends within a character."""
+        """Return the text of the tokens not yet decoded, or an empty string if it ends within a character."""
         start = max(0, self._read - _OVERLAP)
         before, after = self._decode(self._token_ids[start : self._read]), self._decode(self._token_ids[start:])
         if after.endswith(_UNFINISHED) or not after.startswith(before):

@@ -1,23 +1,24 @@
-"""Bounds on the structure of a JSON body: parsing a list or object takes a hundred times the memory of its brackets.
+"""Limits on the structure of a JSON body: parsing a list or object takes a hundred times the memory of its brackets.
 
-The bytes are counted before they are parsed. Brackets and quotes within strings are excluded only if there are many.
+Brackets, commas and quotes are counted before the body is parsed. Those within strings are excluded only if the total
+is high.
 """
 
 from __future__ import annotations
 
 _MOST_CONTAINERS = 2048
 _BYTES_OF_CONTAINER = 1024
-"""Longer bodies may hold one more list or object for each of these bytes."""
+"""A route allows one more list or object for each of this many bytes of its body limit."""
 _MOST_VALUES = 16 * 1024
 _BYTES_OF_VALUE = 16
-"""Longer bodies may hold one more value for each of these bytes, which is what routes allow for a token id."""
+"""A route allows one more value for each of this many bytes of its body limit, the size of a token id."""
 _MOST_TEXTS = 4096
 _TEXTS_OF_CONTAINER = 16
-"""Number of strings, including the keys of objects, that may come with each list or object."""
+"""Number of additional strings, including the keys of objects, that are allowed per list or object."""
 
 
 def check_structure(content: bytes, max_body_bytes: int) -> None:
-    """Raise ``ValueError`` if a body of a route with this limit has more lists, objects or values than any request."""
+    """Raise ``ValueError`` if a body has more lists, objects or values than a route with this body limit needs."""
     most = _MOST_CONTAINERS + max_body_bytes // _BYTES_OF_CONTAINER
     most_values = _MOST_VALUES + max_body_bytes // _BYTES_OF_VALUE
     is_small = _num_containers(content) <= most and content.count(b",") <= most_values

@@ -14,16 +14,16 @@ from typing import Any
 from inflight.errors import ConfigError
 
 CA_VARIABLE = "INFLIGHT_TLS_CA"
-"""File with the certificates that clients trust in addition to those of the system."""
+"""Environment variable: a file with certificates that clients trust in addition to the system's."""
 CERTIFICATE_VARIABLE = "INFLIGHT_TLS_CLIENT_CERTIFICATE"
 KEY_VARIABLE = "INFLIGHT_TLS_CLIENT_KEY"
-"""Files that clients present to servers which require a client certificate."""
+"""Environment variables: the certificate and key files of clients, for servers that require a client certificate."""
 _HANDSHAKE_S = 10
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTls:
-    """The PEM files of a server. With ``client_ca``, it answers only clients whose certificate that CA has signed."""
+    """The PEM files of a server. With ``client_ca``, clients need a certificate signed by that CA."""
 
     certificate: Path
     key: Path
@@ -40,7 +40,7 @@ class ServerTls:
 
 
 def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> ssl.SSLContext | None:
-    """Return the context of a server with these files, or None without files. Raises `ConfigError`."""
+    """Return the context for a server with these files, or None if there are none. Raises `ConfigError`."""
     if certificate is None or key is None:
         if (certificate, key, client_ca) != (None, None, None):
             raise ConfigError("--tls-certificate and --tls-key belong together, and --tls-client-ca requires both")
@@ -50,7 +50,7 @@ def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | Non
 
 @functools.cache
 def client_tls() -> ssl.SSLContext:
-    """Return this process's only client context; creating one takes 40 ms. Raises `ConfigError` for unusable files.
+    """Return this process's client context, created once because that takes 40 ms. Raises `ConfigError`.
 
     It verifies names and certificates against the system's certificates and those in ``$INFLIGHT_TLS_CA``.
     """
@@ -81,9 +81,9 @@ def _load_ca(context: ssl.SSLContext, path: str) -> None:
 
 
 class Handshake(asyncio.sslproto.SSLProtocol):
-    """A connection whose TLS handshake may take ten seconds; of too many, the oldest is closed.
+    """A connection whose TLS handshake may take ten seconds. If there are too many, the oldest is closed.
 
-    asyncio's own connections may take a minute, and nothing bounds how many of them a server holds.
+    With asyncio's own class, a handshake may take a minute, and the number of pending handshakes is unlimited.
     """
 
     def __init__(self, inner: Any, context: ssl.SSLContext, underway: dict[Any, None], most: int) -> None:
@@ -103,7 +103,7 @@ class Handshake(asyncio.sslproto.SSLProtocol):
         super().connection_made(transport)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Forget it."""
+        """Remove the connection from the pending handshakes."""
         self._underway.pop(self, None)
         super().connection_lost(exc)
 

@@ -1,6 +1,6 @@
-"""An httpx transport for plain HTTP/1.1 that finds an idle connection in constant time, and its selection.
+"""An httpx transport for plain HTTP/1.1 that finds an idle connection in constant time.
 
-httpx's own pool checks every connection for each call. TLS and proxies are left to httpx.
+httpx's own pool checks every connection for each call. TLS and proxies still use httpx's transport.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import httpx
 from inflight.http.tls import client_tls
 
 _IDLE_S = 1.0
-"""How long a connection is kept for the next call; servers keep it for longer."""
+"""How long, in seconds, an idle connection is kept for the next call. Servers keep it for longer."""
 _MAX_IDLE = 256
 _HIGH_BYTES = 256 * 1024
-"""Reading from the peer pauses while this many bytes wait to be consumed."""
+"""Reading from the peer pauses while at least this many bytes wait to be consumed."""
 _MAX_HEAD_BYTES = 100 * 1024
 
 Origin = tuple[str, int]
@@ -35,22 +35,22 @@ def make_transport(url: httpx.URL, *, keeps_alive: bool) -> httpx.AsyncBaseTrans
 
 
 class PlainTransport(httpx.AsyncBaseTransport):
-    """Sends each ``http://`` request on a separate connection, preferring the one that was idle for the shortest time.
+    """Sends each ``http://`` request over a free connection, preferably the one that was used most recently.
 
-    The body of a request is read completely before a connection is opened. A connection whose answer was not read to
-    its end is closed. An instance belongs to the event loop in which it is first used.
+    The body of a request is read completely before a connection is opened. A connection whose response was not read to
+    the end is closed. An instance belongs to the event loop in which it is first used.
     """
 
     def __init__(self, max_idle: int = _MAX_IDLE) -> None:
         self._max_idle = max_idle
         self._idle: defaultdict[Origin, deque[tuple[_Connection, float]]] = defaultdict(deque)
-        """The idle connections with the time of their last use, the latest at the right."""
+        """The idle connections, each with the time of its last use; the most recently used is the rightmost."""
         self._num_idle = 0
         self._busy: set[_Connection] = set()
         self._expiring: asyncio.TimerHandle | None = None
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Return the response once its head has arrived. Raises errors of httpx."""
+        """Return the response once its head has arrived. Raises httpx errors."""
         content = request.read() if isinstance(request.stream, httpx.ByteStream) else await request.aread()
         connection = await self._checkout(request.url)
         self._busy.add(connection)
@@ -69,7 +69,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
         )
 
     async def aclose(self) -> None:
-        """Close every connection, including those whose answer is awaited."""
+        """Close every connection, including those whose response has not arrived yet."""
         if self._expiring is not None:
             self._expiring.cancel()
             self._expiring = None
@@ -82,7 +82,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
         self._num_idle = 0
 
     def release(self, connection: _Connection) -> None:
-        """Keep a connection for the next request for a while if its answer was read to the end; otherwise close it."""
+        """Keep a connection for a later request if its response was read to the end; otherwise, close it."""
         self._busy.discard(connection)
         if self._num_idle >= self._max_idle or not connection.is_answered:
             connection.close()
@@ -94,7 +94,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
             self._expiring = loop.call_later(_IDLE_S, self._close_expired)
 
     async def _checkout(self, url: httpx.URL) -> _Connection:
-        """Return the idle connection that was used last, or a new one."""
+        """Return the idle connection that was used most recently, or a new one."""
         if url.scheme != "http" or not url.host:
             raise httpx.UnsupportedProtocol(f"the URL {str(url)!r} is not of the form http://HOST:PORT")
         origin = (url.host, url.port or 80)
@@ -127,7 +127,7 @@ class PlainTransport(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    """The rest of an answer. Closing it releases its connection."""
+    """The body of a response. Closing it releases its connection."""
 
     def __init__(self, connection: _Connection, transport: PlainTransport) -> None:
         self._connection = connection
@@ -151,7 +151,7 @@ class _Body(httpx.AsyncByteStream):
 
 
 class _Connection(asyncio.Protocol):
-    """An open connection. After an error, and unless an answer was read to its end, it can only be closed."""
+    """An open connection. After an error, or if a response was not read to the end, it can only be closed."""
 
     def __init__(self, origin: Origin) -> None:
         self.origin = origin
@@ -165,19 +165,19 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_answered(self) -> bool:
-        """Whether every request on the connection was answered, so that it can take another one."""
+        """Whether every request on the connection has been answered, so that the connection can send another one."""
         return self._http.our_state is h11.IDLE and not self._received and not self._is_closed
 
     @property
     def has_input(self) -> bool:
-        """Whether data or the end of the stream arrived on an idle connection; it can then only be closed.
+        """Whether an idle connection has received data or the end of the stream, and can therefore only be closed.
 
-        The socket itself is polled, since the event loop may not have noticed yet.
+        This polls the socket itself, since the event loop may not have noticed yet.
         """
         return self._is_closed or bool(self._received) or bool(self._polling.poll(0))
 
     def close(self) -> None:
-        """Close it at once."""
+        """Close the connection immediately."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -194,7 +194,7 @@ class _Connection(asyncio.Protocol):
             raise httpx.LocalProtocolError(str(error)) from error
 
     async def read_head(self) -> h11.Response:
-        """Return the status and headers of the answer."""
+        """Return the status and headers of the response."""
         while True:
             event = self._next_event()
             if event is h11.NEED_DATA:
@@ -205,7 +205,7 @@ class _Connection(asyncio.Protocol):
                 raise httpx.ReadError("the server disconnected without an answer")
 
     async def read_data(self) -> bytes:
-        """Return the next bytes of the answer's body, or none at its end."""
+        """Return the next bytes of the response's body, or empty bytes at its end."""
         while True:
             event = self._next_event()
             if event is h11.NEED_DATA:
@@ -219,7 +219,7 @@ class _Connection(asyncio.Protocol):
                 return b""
 
     def _next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
-        """Return the next event of the answer, as far as it has arrived."""
+        """Return the next event of the response that has arrived, or ``NEED_DATA``."""
         if self._received:
             self._http.receive_data(bytes(self._received))
             self._received.clear()
