@@ -54,7 +54,7 @@ def test_a_restore_without_memory_leaves_it_released_and_may_be_repeated(
                     raise RuntimeError("CUDA out of memory")
 
                 patched.setattr(endpoint._engine, "take_memory", no_memory)
-                with pytest.raises(EndpointError, match="is still released: CUDA out of memory"):
+                with pytest.raises(EndpointError, match="remains released: CUDA out of memory"):
                     await endpoint.restore_memory()
             assert (await endpoint.weight_version()).state is EndpointState.RELEASED
             with pytest.raises(ReleasedError):

@@ -139,7 +139,7 @@ def test_a_cancelled_request_is_not_scored_and_memory_is_released_once_none_wait
             engine.pauses.paused_since = 0.0  # nothing is scored meanwhile
             waiting = asyncio.ensure_future(endpoint.score(score_request(0, 10)))
             await until(lambda: len(engine.scoring))
-            with pytest.raises(BusyError, match="1 requests run or wait"):
+            with pytest.raises(BusyError, match="1 requests are running or waiting"):
                 await endpoint.release_memory()
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):

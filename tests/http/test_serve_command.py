@@ -320,4 +320,4 @@ def test_a_server_with_little_memory_for_keys_and_values_says_how_long_a_sequenc
     body = {"request_id": "r", "prompt_token_ids": [1] * 195, "sampling": {"max_tokens": 1}}
     refused = httpx.post(f"{server.url}/v1/generate", json=body, trust_env=False)
     assert refused.status_code == 400
-    assert "the number that fits in 50000 bytes of keys and values" in refused.json()["error"]["message"]
+    assert "the number that fits in 50000 bytes of KV cache" in refused.json()["error"]["message"]

@@ -1,1 +1,1 @@
-"""Inference engines: the embedded one, and shared code for starting other engines and attaching to them."""
+"""Inference engines: the embedded engine, and shared code that starts other engines and attaches to them."""

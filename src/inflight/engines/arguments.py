@@ -9,7 +9,7 @@ from inflight.errors import ConfigError
 
 
 def has_gpu(device: str | None) -> bool:
-    """Return whether an engine started for ``device`` finds a GPU; for None, whether this machine has one."""
+    """Return whether an engine started for ``device`` uses a GPU; if it is None, whether this machine has one."""
     return device.startswith("cuda") if device is not None else Path("/dev/nvidiactl").exists()
 
 
@@ -20,10 +20,10 @@ def integer_in(arguments: Sequence[str], *flags: str) -> int | None:
 
 
 def number_in(arguments: Sequence[str], *flags: str) -> float | None:
-    """Return the number that an engine's arguments give a flag, whose names are ``flags``; None if they give none.
+    """Return the number that an engine's arguments set for a flag with the names ``flags``; None if they set none.
 
     Accepts ``--flag N``, ``--flag=N`` and underscores in place of dashes; the last occurrence counts. Raises
-    `ConfigError` if it is not a number.
+    `ConfigError` if the value is not a number.
     """
     found: float | None = None
     for i, argument in enumerate(arguments):

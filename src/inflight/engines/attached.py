@@ -1,4 +1,4 @@
-"""The base of endpoints over an engine's own server: attaching, the server's version label, aborts and chat."""
+"""The base class of endpoints over an engine's own server: attaching, the version label, aborts and chat."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ if TYPE_CHECKING:
 class AttachedEndpoint(ABC):
     """One engine's server, called over ``routes``; ``label_path`` is the route that returns the label of its weights.
 
-    A subclass lists `ReceivingEndpoint`, `AbortingEndpoint` and `ReleasingEndpoint` as further bases after this one.
+    A subclass lists `ReceivingEndpoint`, `AbortingEndpoint` and `ReleasingEndpoint` as base classes after this one.
 
-    An instance belongs to the event loop in which it is first used. Its state is the server's: another instance may
-    publish, and a replaced server is detected. Closing waits up to ``close_s`` seconds for calls in progress.
+    An instance belongs to the event loop in which it is first used. Its state is that of the server, so another
+    instance may publish, and a replaced server is detected. Closing waits up to ``close_s`` seconds for calls in
+    progress.
     """
 
     _release_arguments: Sequence[str]
@@ -92,7 +93,9 @@ class AttachedEndpoint(ABC):
         self._was_replaced = False  # the group just formed belongs to the process that answers now
 
     async def _refresh_label(self, timeout_s: float | None = None) -> str:
-        """Return the server's label for its weights, and adopt it, unless it may have changed in the meantime."""
+        """Return the server's label for its weights. Also adopt it, unless the weights may have changed since the
+        request.
+        """
         session, num_changes = self._updates.session, self._updates.session.num_changes
         label = str((await self._routes.get(self._label_path, timeout_s))["weight_version"])
         served = parse_label(label)
@@ -141,7 +144,7 @@ class AttachedEndpoint(ABC):
     async def generate(self, request: GenerateRequest) -> GenerateResponse: ...
 
     async def abort_requests(self, requests: AbortRequests) -> None:
-        """End requests of this instance only, because ids are unique only among the requests of one caller."""
+        """End requests of this instance only, because ids are unique only among one caller's requests."""
         require(await self.capabilities(), Needs(partial_rollouts=True), self.name)
         await self._gate.abort(requests.request_ids, self._end)
 
@@ -151,7 +154,9 @@ class AttachedEndpoint(ABC):
 
     @abstractmethod
     async def _render(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
-        """Return the messages as token ids, with their images. Raises `InvalidRequestError` if they are refused."""
+        """Return the messages as token ids, with their images. Raises `InvalidRequestError` if the messages are
+        refused.
+        """
 
     @abstractmethod
     async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> Sequence[str]:
@@ -169,7 +174,7 @@ class AttachedEndpoint(ABC):
         return chat_completion_of(request, generate_request, response, texts, pieces)
 
     async def aclose(self) -> None:
-        """Close the endpoint, ending any open update first so that the server does not stay paused."""
+        """Close the endpoint. First end any open update, so that the server does not stay paused."""
         if self._attaching.has_succeeded:
             if (update := self._updates.session.update) is not None:
                 with contextlib.suppress(InflightError):

@@ -1,4 +1,4 @@
-"""Calls on an engine that continue when their callers are cancelled."""
+"""Calls to an engine that continue when their callers are cancelled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class AttachOnce(Generic[T]):
-    """The result of ``attach``, which runs for the first caller, and again after it failed or was cancelled."""
+    """Holds the result of ``attach``, which runs for the first caller, and again if it has failed or was cancelled."""
 
     def __init__(self, attach: Callable[[], Awaitable[T]]) -> None:
         self._attach = attach
@@ -38,6 +38,6 @@ class AttachOnce(Generic[T]):
 
 
 async def ignore_engine_errors(call: Awaitable[object]) -> None:
-    """Await a call, and ignore errors of an engine that refuses it or no longer answers."""
+    """Await a call, and ignore the error if the engine refuses the call or no longer answers."""
     with contextlib.suppress(InflightError):
         await call

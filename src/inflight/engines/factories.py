@@ -1,7 +1,7 @@
-"""Endpoints from a factory named ``module:function``, and the keyword arguments of the factory.
+"""Endpoints created by a factory named ``module:function``, and the keyword arguments of the factory.
 
-The factory takes a model directory and keyword arguments. It returns an `InferenceEndpoint` in this process, or an
-awaitable or an async context manager of one.
+The factory receives a model directory and keyword arguments. It returns an `InferenceEndpoint` in this process, or an
+awaitable or async context manager that provides one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def keyword_arguments(pairs: Sequence[str], flag: str) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def open_endpoint(factory: str, model: Path, options: Mapping[str, Any]) -> AsyncIterator[InferenceEndpoint]:
-    """Yield the endpoint that ``module:function`` creates; on exit, exit its context manager, if there is one.
+    """Yield the endpoint that ``module:function`` creates. On exit, exit its context manager, if there is one.
 
     The caller closes the endpoint with ``aclose`` before that. Raises `ConfigError` if the factory cannot be imported,
     does not accept the options, or returns something else. Errors of the factory propagate.
@@ -59,7 +59,7 @@ async def open_endpoint(factory: str, model: Path, options: Mapping[str, Any]) -
 
 
 def _value(text: str) -> Any:
-    """Return the value of a text that is JSON, or the text itself."""
+    """Return the value of a text if it is JSON, or else the text itself."""
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)  # Python also reads NaN and 1e999, which are not JSON: they stay text

@@ -1,4 +1,4 @@
-"""An engine's own server as a child process: started, awaited, and stopped with every process that it started.
+"""Runs an engine's own server as a child process: starts it, waits for it, and stops it and its descendants.
 
 The server listens on loopback only. Its output goes to a file, which errors quote.
 """
@@ -31,19 +31,23 @@ from inflight.http.tokens import TOKEN_VARIABLE
 _HOST = "127.0.0.1"
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 20.0
-"""Seconds allowed for one start-up health check: an engine may answer its first check only after generating tokens."""
+"""Seconds allowed for one health check at start-up: an engine may answer its first check only after generating
+tokens.
+"""
 _REPORT_EVERY_S = 5.0
 _WATCH_S = 0.1
 _ASK_S = 0.5
-"""Seconds between two health checks of a running engine, and how long each may take."""
+"""Seconds between two health checks of a running engine, and the time limit of each."""
 _PATIENCE_S = 10.0
-"""How long, in seconds, an engine may take to end before it is killed; half a second if a part of it has died."""
+"""How long, in seconds, an engine may take to end before it is killed. If a part of it has died, it has half a
+second.
+"""
 _QUOTED_LINES = 20
 _QUOTED_WIDTH = 300
 
 
 class EngineProcess:
-    """An engine's server that this process started.
+    """An engine's server, started by this process.
 
     Use it as a context manager: on exit, all of its processes are ended.
 
@@ -99,8 +103,8 @@ class EngineProcess:
     async def watch(self) -> NoReturn:
         """Wait until the engine or a part of it dies, and raise `EndpointError` with its last lines.
 
-        The parts are the processes that run when this is called, and the health that the engine's server reports. Once
-        a part has died, the rest of the engine is ended at once.
+        It watches the processes that are running when this is called, and the health that the engine's server reports.
+        Once a part has died, the rest of the engine is ended immediately.
         """
         watches = [self._watch_processes()]
         if self._kind.liveness_path is not None:
@@ -169,8 +173,8 @@ def started(
 ) -> Iterator[EngineProcess]:
     """Yield an engine's healthy server, and stop it on exit. Blocks, so it does not belong in an event loop.
 
-    Raises `EndpointError` with the engine's last lines if it ends, or is not healthy after ``timeout_s``. The arguments
-    are those of `start_engine`.
+    Raises `EndpointError` with the engine's last lines if it ends, or is not healthy after ``timeout_s``. The other
+    arguments are those of `start_engine`.
     """
     with start_engine(kind, options, python=python, port=port) as engine:
         asyncio.run(engine.wait_until_healthy(timeout_s))
@@ -180,7 +184,7 @@ def started(
 def start_engine(
     kind: EngineKind, options: EngineOptions, *, python: str | None = None, port: int = 0, log: Path | None = None
 ) -> EngineProcess:
-    """Start an engine's server on loopback and return at once.
+    """Start an engine's server on loopback, and return without waiting for it.
 
     ``python`` is the interpreter of the environment in which the engine is installed (by default, this one). ``port`` 0
     means any free port. Raises `ConfigError`, in which case nothing was started.
@@ -216,7 +220,7 @@ def start_engine(
 
 
 async def _status_of(client: BoundedClient, path: str, timeout_s: float) -> int:
-    """Return the status of the answer to a GET, or 0 if there is no answer."""
+    """Return the HTTP status of the response to a GET, or 0 if there is no response."""
     with contextlib.suppress(EndpointError):
         status, _ = await client.request("GET", path, timeout_s=timeout_s)
         return status

@@ -1,6 +1,6 @@
-"""The vital processes of an engine, read from /proc. Without /proc none are known.
+"""The vital processes of an engine, read from /proc. Without /proc, none are known.
 
-An engine's own server may outlive the process that samples.
+They are watched because an engine's own server may outlive the process that samples.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TITLE = "::"
-"""The titles of vLLM's and SGLang's vital processes contain this, wherever in the tree: ``VLLM::Worker_TP1``."""
+"""The titles of vLLM's and SGLang's vital processes contain this, at any depth of the tree: ``VLLM::Worker_TP1``."""
 
 
 @dataclass(frozen=True, slots=True)
 class VitalProcess:
     """One process. ``started`` distinguishes it from a later process with the same id.
 
-    ``status`` is a wait status, 0 while alive. Only its own user can read the status of a process that its parent has
-    not collected yet.
+    ``status`` is a wait status, 0 while the process is alive. The status of a process that its parent has not reaped
+    yet can be read only by the process's own user.
     """
 
     pid: int
@@ -32,7 +32,7 @@ class VitalProcess:
 
     @property
     def how(self) -> str:
-        """How the process ended, as far as processes other than its parent can see."""
+        """How the process ended, as far as a process other than its parent can see."""
         if self.is_alive or not self.status:
             return "ended"
         number = self.status & 0x7F
@@ -42,8 +42,8 @@ class VitalProcess:
 def vital_parts(supervisor: int) -> tuple[int, Mapping[int, VitalProcess]]:
     """Return the engine's first process and its vital parts, among the processes that ``supervisor`` started.
 
-    The parts are the children of the first process, and every process that the engine gave a title. Other descendants
-    do not count, because compiler pools start and stop at any time.
+    The vital parts are the children of the first process, and every process to which the engine gave a title. Other
+    descendants are ignored, because compiler pools start and stop at any time.
     """
     processes = _processes()
     started = [part for part in processes.values() if part.parent == supervisor]
@@ -58,7 +58,7 @@ def vital_parts(supervisor: int) -> tuple[int, Mapping[int, VitalProcess]]:
 
 
 def dead_part(first: int, parts: Mapping[int, VitalProcess]) -> VitalProcess | None:
-    """Return a part that has died while the first process lives; None if there is none."""
+    """Return a part that has died although the first process is alive; None if there is none."""
     for pid, part in parts.items():
         now = _process(pid)
         if now is not None and now.is_alive and now.started == part.started:

@@ -1,7 +1,7 @@
-"""Requests to an engine whose weights change while they run: their limits, when to send them, and how to end them.
+"""Requests to an engine whose weights change while requests run: their limits, when to send and how to end them.
 
-An engine's prefix cache outlives an update under ``keep``. Each request therefore carries the label of the weights as
-the key of its prefixes, so that it never continues a prefix that other weights computed.
+An engine's prefix cache survives an update with the policy ``keep``. Each request therefore carries the label of the
+weights as the key of its cached prefixes, so that it never continues a prefix that other weights computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Item = TypeVar("Item")
 
 _MAX_SCORINGS = 5
 _AGAIN_S = 0.05
-"""Seconds after which an engine is again asked to end a request that it has not answered."""
+"""Seconds after which an engine is asked again to end a request that it has not answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +33,20 @@ class SentRequest:
     name: str
     """The engine's name for the request: unique, and not a prefix of another name."""
     cache_key: str
-    """Completions with different keys share no cached prefix."""
+    """Completions with different keys do not share cached prefixes."""
 
 
 class Unsampled(Enum):
-    """Stands for the answer to a completion for which the engine has sampled nothing."""
+    """Takes the place of the engine's response for a completion for which nothing was sampled."""
 
     PAUSED = "paused"
-    """The engine is paused and has refused the request, rather than keep it until sampling resumes."""
+    """The engine is paused, and has refused the request instead of keeping it until sampling resumes."""
 
 
 def check_scored(request: ScoreRequest, *, max_model_len: int, vocab_size: int) -> None:
-    """Raise `InvalidRequestError` if there are too many tokens for the model, or ids outside its vocabulary.
+    """Raise `InvalidRequestError` if a request has too many tokens for the model, or ids outside its vocabulary.
 
-    Engines sample one token after those that they score.
+    Engines sample one more token after those that they score.
     """
     if (num_tokens := len(request.token_ids)) >= max_model_len:
         raise InvalidRequestError(
@@ -74,7 +74,7 @@ def check_fit(request: GenerateRequest, *, max_model_len: int, vocab_size: int) 
 
 @contextlib.contextmanager
 def protocol_errors(path: str) -> Iterator[None]:
-    """Convert errors from reading a malformed answer into `ProtocolError`."""
+    """Convert errors from parsing a malformed response into `ProtocolError`."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -86,7 +86,7 @@ class _RunningRequest:
     """One request of this client."""
 
     asked: Mapping[int, SentRequest] = field(default_factory=dict)
-    """The completions that the engine has received but not answered, by their index."""
+    """The completions, by their index, that were sent to the engine and have not been answered."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -106,11 +106,11 @@ class RequestGate:
 
     @property
     def num_sent(self) -> int:
-        """Number of completions sent and not yet answered."""
+        """Number of completions that were sent and have not been answered."""
         return sum(len(running.asked) for running in self._running.values())
 
     def refuse_if_busy(self) -> None:
-        """Raise `BusyError` if requests run, or wait for the gate."""
+        """Raise `BusyError` if requests are running or waiting for the gate."""
         if self._running:
             raise BusyError(
                 f"{len(self._running)} requests run or wait: memory can be released only after they have ended"
@@ -124,13 +124,13 @@ class RequestGate:
         labelled: Callable[[Item], Iterable[Mapping[str, Any]] | None],
         resumed: Callable[[], Awaitable[None]] | None = None,
     ) -> list[Item | None]:
-        """Return the engine's answer for each completion, none continuing a cached prefix of other weights.
+        """Return the engine's response for each completion. None of them continues a cached prefix of other weights.
 
         An item is None if its completion was aborted before any token was sampled for it. ``label`` asks the engine for
-        the label of its weights, and raises if they cannot be sampled from. ``send`` takes the completions by their
-        index, and samples them. ``labelled`` returns the argument of `began_under_another`. ``resumed`` returns once an
-        engine that has answered `Unsampled` samples again. It is None if the engine never gives that answer. Raises
-        `InvalidRequestError` for the id of a running request.
+        the label of its weights, and raises an error if they cannot be sampled from. ``send`` receives the completions
+        by their index and samples them. ``labelled`` returns the argument of `began_under_another`. ``resumed`` returns
+        once an engine that has answered `Unsampled` samples again; it is None if the engine never gives that answer.
+        Raises `InvalidRequestError` for the id of a running request.
         """
         items: list[Item | None] = [None] * request.sampling.n
         with self._register(request.request_id) as running:
@@ -166,11 +166,11 @@ class RequestGate:
         labelled: Callable[[Item], Iterable[Mapping[str, Any]] | None],
         resumed: Callable[[], Awaitable[None]] | None = None,
     ) -> tuple[Item, str]:
-        """Return the engine's answer to one request, and the label of the weights that computed all of it.
+        """Return the engine's response to one request, and the label of the weights that computed all of it.
 
-        The engine samples one token after the scored ones, so the weights were constant if its label is the one from
-        before the request. Parameters are those of `sample`. Raises `BusyError` if the weights change every time, and
-        `InvalidRequestError` for the id of a running request, or if it was aborted.
+        The engine samples one token after the scored ones. If this token's label equals the label before the request,
+        the weights did not change in between. The parameters are those of `sample`. Raises `BusyError` if the weights
+        change every time, and `InvalidRequestError` for the id of a running request, or if it was aborted.
         """
         with self._register(request_id) as running:
             num_scorings = 0
@@ -212,7 +212,8 @@ class RequestGate:
 
         ``end`` asks the engine to end the completions with these names.
 
-        It is repeated until the engine has answered, because an engine ignores names that have not arrived yet.
+        This is repeated until the engine has answered, because an engine ignores the names of completions that have not
+        arrived yet.
         """
         aborted = [running for i in request_ids if (running := self._running.get(i)) is not None]
         for running in aborted:
@@ -228,7 +229,7 @@ class RequestGate:
     async def _wait_at_gate(self, label: Callable[[], Awaitable[str]], running: _RunningRequest) -> str | None:
         """Return the label of the engine's weights, once requests may be sent; None if ``running`` was aborted.
 
-        Fetched for each request, because any other client may have changed the weights.
+        The label is fetched for each request, because another client may have changed the weights.
         """
         while True:
             await _first_of(self.is_open, running.aborted)
@@ -263,7 +264,7 @@ async def _sent(
 
 
 async def _unless_aborted(running: _RunningRequest, resumed: Callable[[], Awaitable[None]] | None) -> None:
-    """Return once the engine has resumed, or ``running`` was aborted."""
+    """Return once the engine has resumed or ``running`` has been aborted."""
     assert resumed is not None, (
         "the engine refused a request while it was paused, but its endpoint cannot report when it resumes"
     )

@@ -1,4 +1,4 @@
-"""Calls on an engine's own routes: their deadlines, and the engine's error messages."""
+"""Calls to an engine's own routes, with their deadlines and the engine's error messages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from inflight.http.bounded_client import BoundedClient
 Answer = Coroutine[Any, Any, tuple[int, Any]]
 
 _LIVENESS_S = 0.8
-"""Seconds without an answer before the server is asked whether its engine is alive, and the limit for that answer."""
+"""Seconds without a response after which the server is asked whether its engine is alive, and the time limit for its
+answer.
+"""
 
 
 class EngineRoutes:
     """The routes of the server at ``url``. Every call ends within ``control_timeout_s``, unless it has its own timeout.
 
-    A dead engine never answers some calls. So a call also ends when ``liveness_path`` (see `EngineKind`) answers that
-    the engine has died. ``keeps_alive`` is passed to `BoundedClient`.
+    Some calls are never answered if the engine is dead. A call therefore also ends when ``liveness_path`` (see
+    `EngineKind`) reports that the engine has died. ``keeps_alive`` is passed to `BoundedClient`.
     """
 
     def __init__(
@@ -49,25 +51,25 @@ class EngineRoutes:
         self._liveness_path = liveness_path
 
     async def get(self, path: str, timeout_s: float | None = None) -> Mapping[str, Any]:
-        """Return the JSON object of a GET. Raises `ProtocolError` with the server's message for any other answer."""
+        """Return the JSON object from a GET. Raises `ProtocolError` with the server's message for other responses."""
         status, answer = await self.ask("GET", path, None, timeout_s)
         if status != 200 or not isinstance(answer, dict):
             raise ProtocolError(f"GET {path} answered status {status}: {error_text_of(answer)}", self.url)
         return answer
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Return the answer to a POST. Raises `ProtocolError` with the server's message if it refuses."""
+        """Return the response to a POST. Raises `ProtocolError` with the server's message if the server refuses it."""
         status, answer = await self.ask("POST", path, body, timeout_s)
         if status != 200:
             raise ProtocolError(f"POST {path} answered status {status}: {error_text_of(answer)}", self.url)
         return answer
 
     async def request(self, path: str, body: Any, timeout_s: float | None = None) -> Any:
-        """Return the answer to a user's POST. Raises `InvalidRequestError` if the server calls it invalid."""
+        """Return the response to a user's POST. Raises `InvalidRequestError` if the server calls it invalid."""
         return self.answer_of(path, *await self.ask("POST", path, body, timeout_s))
 
     def answer_of(self, path: str, status: int, answer: Any) -> Any:
-        """Return the answer to a user's POST if it has status 200. Raises the same errors as `request`."""
+        """Return the response to a user's POST if its status is 200. Raises the same errors as `request`."""
         if status == 400:
             raise InvalidRequestError(f"the engine refused the request: {error_text_of(answer)}")
         if status != 200:
@@ -75,9 +77,9 @@ class EngineRoutes:
         return answer
 
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> tuple[int, Any]:
-        """Return the status and the answer, regardless of the status.
+        """Return the status and the response, regardless of the status.
 
-        Raises `UnauthorizedError` if the server refuses the key.
+        Raises `UnauthorizedError` if the server refuses the API key.
         """
         timeout_s = self._control_timeout_s if timeout_s is None else timeout_s
         call = self._http.request_json(method, path, body, timeout_s=timeout_s, headers=self._headers)
@@ -93,7 +95,7 @@ class EngineRoutes:
         return status, answer
 
     async def fetch_paths(self) -> Mapping[str, Any]:
-        """Return the server's routes by their paths. Raises `ConfigError` for a server of inflight."""
+        """Return the server's routes by path. Raises `ConfigError` if it is an inflight server."""
         paths = (await self.get("/openapi.json")).get("paths")
         if not isinstance(paths, dict):
             raise ProtocolError(
@@ -126,7 +128,7 @@ class EngineRoutes:
 
 
 def error_text_of(answer: Any) -> str:
-    """Return the message of an engine's error answer, in one line."""
+    """Return the message of an engine's error response in one line."""
     for key in ("error", "message"):
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]
@@ -134,6 +136,6 @@ def error_text_of(answer: Any) -> str:
 
 
 def listed(missing: Sequence[str]) -> str:
-    """Return the first of the missing routes, and how many others are missing."""
+    """Return text with the first few missing routes, and how many others are missing."""
     more = f" and {len(missing) - 3} others" if len(missing) > 4 else ""
     return ", ".join(missing[:3] if more else missing) + more

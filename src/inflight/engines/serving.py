@@ -1,4 +1,4 @@
-"""``inflight serve``: serving the contract for an engine in this process, or in one that it starts and ends."""
+"""``inflight serve``: serves the contract for an engine in this process, or in a process that it starts and ends."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ Note = Callable[[str], None]
 
 
 def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready: Note) -> None:
-    """Serve ``spec`` at ``host`` until SIGINT, SIGTERM or another reason to stop; then end the engine too.
+    """Serve ``spec`` on ``host`` until SIGINT, SIGTERM or another reason to stop, then end the engine as well.
 
-    ``on_ready`` receives the line that indicates where the server answers, ``note`` all other lines. Raises
-    `ConfigError` if the server cannot be started, and `EndpointError` with the engine's last lines if the engine ends
-    on its own or is not healthy in time. Call it from the main thread.
+    ``on_ready`` receives the line with the server's address, and ``note`` all other lines. Raises `ConfigError` if the
+    server cannot be started, and `EndpointError` with the engine's last lines if the engine ends by itself or is not
+    healthy in time. Call it from the main thread.
     """
     kind = None if ":" in spec.engine else load_engine_kind(spec.engine)
     _check(spec, kind)
@@ -80,9 +80,9 @@ async def _serve_function(
     follow: Callable[[InferenceEndpoint], Awaitable[None]] | None,
     on_ready: Note,
 ) -> None:
-    """Serve the endpoint that ``module:function`` makes in this process.
+    """Serve the endpoint that ``module:function`` creates in this process.
 
-    Raises the `ConfigError` of `open_endpoint`, also for an awaitable factory that takes too long.
+    Raises the `ConfigError` of `open_endpoint`, and another if an awaitable factory takes too long.
     """
     timeout_s, arguments = spec.process.start_timeout_s, keyword_arguments(spec.options.arguments, "--engine-arg")
     chosen = {
@@ -117,7 +117,7 @@ def _serve_process(
     note: Note,
     on_ready: Note,
 ) -> None:
-    """Start an engine behind this process and serve it."""
+    """Start an engine in a separate process, and serve it from this one."""
     options, process = spec.options.with_defaults(), spec.process
     with start_engine(kind, options, python=process.python, port=process.engine_port, log=process.log) as engine:
         note(f"starting {kind.name} at {engine.url}; its output is in {engine.log}")
@@ -168,7 +168,7 @@ def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
 
 
 def _non_default_options(options: EngineOptions) -> dict[str, Any]:
-    """Return the options that are not at their defaults."""
+    """Return the options that differ from their defaults."""
     values = {it.name: (getattr(options, it.name), it.default) for it in dataclasses.fields(options)}
     return {name: value for name, (value, default) in values.items() if value != default}
 

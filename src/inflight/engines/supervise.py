@@ -4,11 +4,11 @@
 
 On SIGQUIT, or when the command itself ends, the remaining processes have half a second instead of PATIENCE_S.
 
-An engine starts processes of its own, and an owner that is killed cannot end them. This process stands between the two
-and does nothing else: its input ends regardless of how its owner ends. On Linux it adopts descendants whose parent
-ended, so it loses track of none, and if it is killed itself the command dies with it. Processes that are killed leave
-semaphores and shared memory behind; those that this process has seen in their maps are removed by name. It runs as a
-file, with the standard library only: it must start at once and stay small.
+An engine starts processes of its own, and an owner that is killed cannot end them. This process runs between the owner
+and the engine, and does nothing else: its input ends no matter how its owner ends. On Linux, it adopts descendants
+whose parent ended, so it loses track of none; if this process itself is killed, the command dies with it. Killed
+processes leave semaphores and shared memory behind; those that this process has seen in their memory maps are removed
+by name. It is run as a file and imports only the standard library, because it must start quickly and stay small.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SHORT_S = 0.5
 _NOT_FOUND = 127
 _LOOK_EVERY_S = 5.0
 _SHARED = re.compile(r"/dev/shm/(?:sem\.mp-|psm_|sglang_loads_)[^/\s]+$", re.MULTILINE)
-"""Semaphores and memory of Python's multiprocessing, and SGLang's own, in the maps of a process."""
+"""Semaphores and shared memory of Python's multiprocessing and of SGLang, as they appear in a process's memory maps."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return the command's status once none of its processes is left: 128 plus the signal's number if one killed it."""
+    """Return the command's exit status, or 128 plus a signal's number, once none of its processes is left."""
     patience_s, command = float(arguments[0]), arguments[1:]
     asked_to_end: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -73,7 +73,7 @@ def _input_ended() -> bool:
 
 
 def _reap(child: int) -> int | None:
-    """Collect every process that ended; return the wait status of ``child`` if it is among them."""
+    """Reap every process that has ended, and return the wait status of ``child`` if it is among them."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -83,7 +83,7 @@ def _reap(child: int) -> int | None:
 
 
 def _end_all(child: int, patience_s: Callable[[], float]) -> int | None:
-    """Ask every process to end, then kill the rest; return the wait status of ``child`` if it ended meanwhile."""
+    """Ask every process to end, then kill the rest. Return the wait status of ``child`` if it ends in the meantime."""
     started = time.monotonic()
     status = None
     _signal_all(child, signal.SIGTERM)
@@ -103,7 +103,7 @@ def _signal_all(child: int, number: int) -> None:
 
 
 def _remaining_processes(child: int) -> list[int]:
-    """Return the descendants of the command that have not ended; without /proc, only its process group."""
+    """Return the command's descendants that have not ended; without /proc, only those in its process group."""
     if sys.platform != "linux":
         try:
             os.killpg(child, 0)
@@ -122,7 +122,7 @@ def _remaining_processes(child: int) -> list[int]:
 
 
 def _shared_by(pids: Sequence[int]) -> set[str]:
-    """Return the semaphores and shared memory in the maps of processes; none without /proc."""
+    """Return the semaphores and shared memory in the memory maps of processes; without /proc, none."""
     found = set[str]()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
@@ -131,7 +131,7 @@ def _shared_by(pids: Sequence[int]) -> set[str]:
 
 
 def _remove(shared: set[str]) -> None:
-    """Remove the memory and semaphores that the engine's processes left, unless another live process uses them."""
+    """Remove the shared memory and semaphores left by the engine's processes, unless another live process uses them."""
     left = {name for name in shared if os.path.exists(name)}
     for name in left - (_shared_by([pid for pid, _ in _live_processes()]) if left else set()):
         with contextlib.suppress(OSError):
@@ -139,7 +139,7 @@ def _remove(shared: set[str]) -> None:
 
 
 def _live_processes() -> list[tuple[int, int]]:
-    """Return the ids of every live process and of its parent."""
+    """Return the process id and parent process id of every live process."""
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():

@@ -9,15 +9,15 @@ from inflight.wire import UpdateTimings
 
 
 class LastUpdate:
-    """The ``timings`` of the last applied update; None before the first."""
+    """The ``timings`` of the last applied update; None before the first update."""
 
     def __init__(self) -> None:
         self.timings: UpdateTimings | None = None
 
     async def note_first_token(self, timings: UpdateTimings, probe: Awaitable[object], since: float) -> None:
-        """Add the time to the first token when ``probe``, a request for one token, is answered.
+        """When ``probe``, a request for one token, is answered, add the time to the first token to ``timings``.
 
-        ``since`` is a value of `time.monotonic`. Adds nothing if another update has been applied meanwhile.
+        ``since`` is a value of `time.monotonic`. Adds nothing if another update has been applied in the meantime.
         """
         await probe
         if self.timings is timings:

@@ -1,11 +1,11 @@
-"""Version labels: the text that identifies an engine's weights, so that every client reads the same version.
+"""Version labels: text that identifies an engine's weights, so that every client reads the same version.
 
-``7/SESSION@RUN`` is version 7 of a run, sent in that session. ``default`` is the checkpoint that the engine started
-from. ``torn:8/SESSION@RUN`` means that an update to version 8 failed while it was applied; the prefix
+``7/SESSION@RUN`` is version 7 of the run RUN, sent in the session SESSION. ``default`` is the checkpoint that the
+engine started from. ``torn:8/SESSION@RUN`` means that an update to version 8 failed while it was applied; the prefix
 ``released:`` means that the engine's memory is released.
 
-The engine holds the label: a client that attaches later, or after the engine was replaced, can read which weights it
-serves. No two updates of one engine have the same label, so the label can key the prefix cache: see
+The engine stores the label, so a client that attaches later, or after the engine was replaced, can read which weights
+it serves. No two updates of one engine have the same label, so the label can be the key of the prefix cache; see
 `began_under_another`.
 """
 
@@ -24,7 +24,7 @@ CHECKPOINT_LABEL = "default"
 _TORN = "torn:"
 _RELEASED = "released:"
 _UNNAMED = "~"
-"""First character of the part that replaces a missing session name; no name contains it."""
+"""First character of the text that replaces a missing session name. No session name contains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ServedVersion:
 
 
 def label_of(ref: UpdateRef, *, torn: bool = False) -> str:
-    """Return a label for an update's weights. For a session without a name, each call returns a different label."""
+    """Return a label for an update's weights. If its session has no name, each call returns a different label."""
     session = ref.session_id or f"{_UNNAMED}{secrets.token_hex(4)}"
     return f"{_TORN if torn else ''}{ref.version}/{session}@{ref.run_id}"
 
@@ -55,7 +55,7 @@ def restored_label(label: str) -> str:
 
 
 def parse_label(label: str) -> ServedVersion:
-    """Return the contents of a label. Raises `ProtocolError` for a label that inflight did not give."""
+    """Return the contents of a label. Raises `ProtocolError` if the label is not from inflight."""
     if label.startswith(_RELEASED):
         return replace(parse_label(restored_label(label)), released=True)
     if label == CHECKPOINT_LABEL:
@@ -78,7 +78,7 @@ def began_under_another(labelled: Iterable[Mapping[str, Any]] | None, label: str
 
     If so, the weights changed after the request was sent, and the completion may have continued a cached prefix of
     older weights. Clients ask the engine for its label right before each request, so this only happens to requests that
-    wait in the engine while weights change. ``labelled`` is what `spans_of` takes.
+    wait in the engine while the weights change. ``labelled`` has the format that `spans_of` accepts.
     """
     first = next(iter(labelled or ()), None)
     return first is not None and int(first["end"]) > 0 and str(first["version"]) != label

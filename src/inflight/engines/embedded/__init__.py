@@ -1,1 +1,1 @@
-"""The embedded engine: a whole inference server in a few files, correct and readable, fast on a laptop."""
+"""The embedded engine: a complete inference server in a few files, readable and fast enough for a laptop."""

@@ -1,4 +1,4 @@
-"""Chat with a tokenizer in this process: its template renders messages, and it decodes completions."""
+"""Chat with a tokenizer in this process, whose template renders messages and which decodes completions."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ChatFormat:
         return generate_request_of(request, *self.images.placed(token_ids, urls))
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the tokens' text without special tokens."""
+        """Return the text of the tokens, without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:

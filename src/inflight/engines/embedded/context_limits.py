@@ -1,4 +1,4 @@
-"""The limits that a request must fit: the context, the vocabulary, and the memory for keys and values."""
+"""The limits of a request: the context length, the vocabulary and the memory for the KV cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from inflight.wire import GenerateRequest, ScoreRequest
 
 @dataclass(frozen=True, slots=True)
 class ContextLimits:
-    """``shortened_to_bytes`` is the size of keys and values that shortened the context; None if they did not."""
+    """The limits of an engine's requests. ``shortened_to_bytes`` is the KV cache size that shortened the context, or
+    None.
+    """
 
     max_model_len: int
     vocab_size: int
@@ -18,13 +20,13 @@ class ContextLimits:
     shortened_to_bytes: int | None = None
 
     def max_tokens_of(self, request: GenerateRequest) -> int:
-        """Return the maximum number of tokens of a completion.
+        """Return the maximum number of tokens in a completion.
 
         Raises `InvalidRequestError` if the request does not fit.
         """
         num_prompt = len(request.prompt_token_ids)
         why = (
-            f" (the number that fits in {self.shortened_to_bytes} bytes of keys and values)"
+            f" (the number that fits in {self.shortened_to_bytes} bytes of KV cache)"
             if self.shortened_to_bytes is not None
             else ""
         )

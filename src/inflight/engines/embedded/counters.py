@@ -1,4 +1,4 @@
-"""The counters of an engine: steps, tokens, requests, updates, drafts."""
+"""The counters of an engine: steps, tokens, requests, updates and drafts."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The decode step, one token for each sequence, as a compilable function of tensors with few different shapes.
+"""The decode step, which samples one token per sequence, as a compilable function of tensors with few different shapes.
 
-The step reads parameters, keys and values in place, so their addresses must stay fixed: it needs an arena of a fixed
-size, and updates that are copied (`inflight.engines.embedded.parameters.overwrite`). Rows are padded to a few numbers,
-and positions that are attended to a few lengths.
+The step reads parameters, keys and values in place, so their addresses must not change: it needs an arena of a fixed
+size, and updates that are copied (`inflight.engines.embedded.parameters.overwrite`). The number of rows and the number
+of attended positions are padded to a few different values.
 
-Shape suffixes: B rows of the arena, C positions that are attended, V vocabulary, and those of
+Shape suffixes: B rows of the arena, C attended positions, V vocabulary, and those of
 `inflight.engines.embedded.slot_attention`.
 """
 
@@ -31,13 +31,13 @@ Recorded = tuple[Callable[[], None], torch.Tensor]
 
 _FEWEST_PLACES = 64
 _ROWS = 8
-"""Above this number, the number of rows is rounded up to a multiple of it."""
+"""Numbers of rows above this one are rounded up to a multiple of it."""
 
 
 class Decoder:
     """Decodes the sequences of an arena of a fixed size with a compiled step.
 
-    Creating one compiles the step, which takes a while. Raises `ConfigError` if the step cannot be compiled.
+    The constructor compiles the step, which takes a while. Raises `ConfigError` if the step cannot be compiled.
     """
 
     def __init__(self, model: Any, arena: Arena, compiler: Compiler) -> None:
@@ -62,7 +62,7 @@ class Decoder:
     def logits(self, token_ids: Mapping[Slot, int]) -> torch.Tensor:
         """Store the keys and values of each slot's token, and return logits [B, V] in the order of ``token_ids``.
 
-        The next call may write to the memory of the result.
+        The next call may overwrite the result.
         """
         rows = [slot.row for slot in token_ids]
         inputs_2B = self._inputs(token_ids, num_rows(max(rows) + 1, self._num_rows))
@@ -75,8 +75,8 @@ class Decoder:
     def _inputs(self, token_ids: Mapping[Slot, int], num_rows: int) -> torch.Tensor:
         """Return token ids and positions [2, B].
 
-        A row without a token writes to a position that is overwritten before it is read: the position after its
-        sequence's, or the first position if the row is free.
+        A row without a token writes to a position that is overwritten before it is read: the first position if the row
+        is free, or else the position after its sequence.
         """
         ids, positions = [0] * num_rows, [0] * num_rows
         for slot in self._arena.owners:
@@ -86,24 +86,24 @@ class Decoder:
 
 
 def num_rows(num: int, most: int) -> int:
-    """Return how many of at most ``most`` rows a step computes if ``num`` rows are in use."""
+    """Return how many rows, at most ``most``, a step computes if ``num`` rows are in use."""
     return min(most, max(2, 1 << (num - 1).bit_length()) if num <= _ROWS else -(-num // _ROWS) * _ROWS)
 
 
 def num_places(num: int, most: int) -> int:
-    """Return how many of ``most`` positions a step attends to if its longest sequence has ``num``."""
+    """Return how many positions, at most ``most``, a step attends to if its longest sequence has ``num``."""
     return min(most, max(_FEWEST_PLACES, 1 << (num - 1).bit_length()))
 
 
 def compiler_for(device: torch.device) -> Compiler:
-    """Return torch's compiler; on a GPU it is followed by capturing CUDA graphs."""
+    """Return torch's compiler; on a GPU, compiled steps are then captured as CUDA graphs."""
     if device.type == "cuda":
         return lambda step: CapturedDecodeStep(_compile_step(step), RecorderOnGpu(device))
     return _compile_step
 
 
 class CapturedDecodeStep:
-    """A decode step that is recorded once for each pair of shapes, when it is first needed, and then replayed.
+    """A decode step that is recorded for each pair of shapes when they first occur, and replayed from then on.
 
     A replayed step reads and writes the memory that it used while it was recorded.
     """
@@ -147,7 +147,7 @@ class RecorderOnGpu:
 
 
 class _WholeRows(AttentionPlan):
-    """Each row of the packed batch is the row of the same number in an arena."""
+    """A plan in which row i of the packed batch is row i of an arena."""
 
     def __init__(self, keys: Layers, values: Layers, inputs_2B: torch.Tensor, places_C: torch.Tensor) -> None:
         self._keys, self._values = keys, values
@@ -195,6 +195,6 @@ def _compile_step(step: DecodeStep) -> DecodeStep:
 
 
 def _mark_dynamic(tensor: torch.Tensor) -> torch.Tensor:
-    """Declare to torch's compiler that the last dimension varies."""
+    """Tell torch's compiler that the last dimension varies."""
     torch._dynamo.maybe_mark_dynamic(tensor, tensor.dim() - 1)
     return tensor

@@ -1,7 +1,7 @@
 """The embedded engine as an `InferenceEndpoint` in this process: the contract's reference implementation.
 
-It combines the engine (a thread) with the receiving half of updates. Only a commit changes the model, in the engine's
-thread, so any failure before it leaves the old weights serving.
+It combines the engine (a thread) with the receiving half of updates. Only a commit, in the engine's thread, changes the
+model, so the old weights are still served after any earlier failure.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class EmbeddedEndpoint(
         self._device: Any = parameter.device
         self._adapted = AdaptedWeights()
         self._is_borrowed = False
-        """Whether weights arrive in memory that is freed when the trainer's process ends."""
+        """Whether weights arrive in memory that disappears when the trainer's process ends."""
         self._sink = StagedSink(self._make_receiver, self._prepare)
         self._manifest = Manifest(tensors=specs)
         self._capabilities = self._describe_capabilities(parameter)
@@ -170,7 +170,7 @@ class EmbeddedEndpoint(
         return self._updates
 
     async def weight_version(self) -> WeightVersion:
-        """Raises `EndpointError` if the engine has failed."""
+        """Return the served version. Raises `EndpointError` if the engine has failed."""
         if (failure := self._engine.failure) is not None:
             raise failure
         is_open = self._updates.session.update is not None
@@ -180,7 +180,9 @@ class EmbeddedEndpoint(
         )
 
     def _timings(self) -> UpdateTimings | None:
-        """Return the timings of the last committed update, with its first token once that has been sampled."""
+        """Return the timings of the last committed update, including the time to its first token once that has been
+        sampled.
+        """
         timings = self._last_timings
         if timings is not None and timings.first_token_s is None:
             timings = timings.model_copy(update={"first_token_s": self._engine.pauses.first_token_s})
@@ -203,7 +205,7 @@ class EmbeddedEndpoint(
         return make_receiver(spec, self._device)
 
     def _prepare(self, update: WeightUpdate, arrived: Named) -> tuple[AdaptedLoad, PreparedParameters]:
-        """Return the tensors that the commit loads. Runs in the receiving thread, while tokens are sampled."""
+        """Return the tensors that the commit will load. Runs in the receiving thread while sampling continues."""
         weights = self._engine.weights
 
         def present(name: str) -> Any:
@@ -259,7 +261,7 @@ class EmbeddedEndpoint(
         await self._in_engine(free)
 
     async def take_memory(self) -> None:
-        """Raises `EndpointError` if the memory cannot be allocated."""
+        """Reacquire the memory. Raises `EndpointError` if it cannot be allocated."""
 
         def take() -> None:
             self._adapted.move(self._device)
@@ -268,14 +270,14 @@ class EmbeddedEndpoint(
         try:
             await self._in_engine(take)
         except RuntimeError as error:  # torch's error for too little memory is one
-            raise EndpointError(f"the memory could not be reacquired, and is still released: {error}") from error
+            raise EndpointError(f"the memory could not be reacquired and remains released: {error}") from error
 
     async def num_running(self) -> int:
-        """Return the number of running sequences; a request may have several."""
+        """Return the number of running sequences, of which a request may have several."""
         return self._engine.stats().num_running
 
     async def _in_engine(self, command: Callable[[], T]) -> T:
-        """Return the result of ``command`` in the engine's thread; it runs even if the caller is cancelled."""
+        """Run ``command`` in the engine's thread, even if the caller is cancelled, and return its result."""
         return await asyncio.shield(asyncio.wrap_future(self._engine.call(command)))
 
     # ------------------------------------------------------------------------------------------------- generation
@@ -290,7 +292,7 @@ class EmbeddedEndpoint(
         await self._in_engine(lambda: speculation.record(history))
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Cancelling the call ends the request between two token steps."""
+        """Return the completions of a request. Cancelling the call ends the request between two token steps."""
         self._updates.session.refuse_to_sample()
         if request.routed_experts and not self._engine.records_routing:
             raise UnsupportedError(
@@ -313,7 +315,9 @@ class EmbeddedEndpoint(
         return GenerateResponse.model_construct(request_id=request.request_id, completions=tuple(completions))
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Yields one chunk per step: one token, or several with drafts. Closing the iterator ends the request."""
+        """Yield one chunk per step, with one token, or several if drafts are used. Closing the iterator ends the
+        request.
+        """
         self._updates.session.refuse_to_sample()
         if request.routed_experts:
             raise UnsupportedError("routed_experts cannot be streamed: request the whole completion")
@@ -354,7 +358,7 @@ class EmbeddedEndpoint(
             self._engine.call(lambda: self._engine.scheduler.cancel(admitted))
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """Score a request between two token steps, in one forward pass, which delays running sequences."""
+        """Score a request in one forward pass between two token steps, which delays running sequences."""
         require(self._capabilities, Needs.of_score(request), self._name)
         self._updates.session.refuse_to_sample()
         self._engine.limits.check_scored(request)
@@ -372,8 +376,8 @@ class EmbeddedEndpoint(
     async def _image_tensors(self, request: GenerateRequest) -> dict[str, Any] | None:
         """Return the vision tower's inputs for a request's images, or None without images.
 
-        Raises `UnsupportedError` if the model does not accept images, `InvalidRequestError` if one cannot be decoded or
-        is not where the request specifies.
+        Raises `UnsupportedError` if the model does not accept images, and `InvalidRequestError` if an image cannot be
+        decoded or is not where the request says.
         """
         if not request.images:
             return None
@@ -388,7 +392,7 @@ class EmbeddedEndpoint(
         return await asyncio.to_thread(tensors)
 
     async def abort_requests(self, requests: AbortRequests) -> None:
-        """End requests between two token steps; a sequence that waits for a slot ends without a token."""
+        """End requests between two token steps. A sequence that is waiting for a slot ends without tokens."""
         await self._in_engine(lambda: self._engine.scheduler.abort(requests.request_ids))
 
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
@@ -413,7 +417,7 @@ class EmbeddedEndpoint(
                 yield writer.write(chunk)
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
-        """Return the token request to which a chat request is rendered."""
+        """Render a chat request to a request with token ids."""
         check_chat(request, self._capabilities)
         rendered = self._chat_format().render(request)
         check_logprobs(request, self._engine.limits.max_tokens_of(rendered))
@@ -437,7 +441,7 @@ class EmbeddedEndpoint(
 
 
 def _outcome() -> Future[Any]:
-    """Return a future that the engine's thread completes; it is not cancelled when a caller stops waiting."""
+    """Return a future for the engine's thread to complete. It is not cancelled when a caller stops waiting."""
     outcome: Future[Any] = Future()
     outcome.set_running_or_notify_cancel()
     return outcome

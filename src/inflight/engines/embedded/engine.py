@@ -1,7 +1,8 @@
 """The embedded engine: continuous batching over a transformers causal LM whose weights change between token steps.
 
-One thread runs the loop: apply commands, start waiting sequences, run one forward pass (a token for each running
-sequence, and the prompts of new ones), draw tokens, deliver them. Only this thread touches the model and the sequences.
+One thread runs the loop: apply commands, start waiting sequences, run one forward pass (one token for each running
+sequence, and the prompts of new ones), draw tokens and deliver them. Only this thread touches the model and the
+sequences.
 """
 
 from __future__ import annotations
@@ -37,17 +38,18 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Runs ``model`` (built with `ATTENTION_NAME`) for up to ``max_concurrent`` sequences. Call `start`, then `close`.
+    """Runs ``model`` (built with `ATTENTION_NAME`) for up to ``max_concurrent`` sequences, from `start` to `close`.
 
-    Keys and values use at most ``kv_cache_bytes``; None means that ``max_concurrent`` sequences of full length fit. If
+    The KV cache uses at most ``kv_cache_bytes``; if that is None, ``max_concurrent`` sequences of full length fit. If
     one sequence of ``max_model_len`` does not fit, ``max_model_len`` is lowered. ``decode`` turns token ids into text,
-    for stop strings only. ``eos_token_ids`` end a completion. Completions are drafted from ``drafts``, if given; a
-    draft only changes how many steps they take.
+    for stop strings only. ``eos_token_ids`` end a completion. ``drafts``, if given, proposes tokens (speculative
+    decoding), which only changes how many steps a completion takes.
 
-    With a ``compiler`` the decode step is compiled, and all memory of keys and values is allocated in advance: each
-    sequence uses as much as one of ``max_model_len``. Parameters then keep their addresses.
+    With a ``compiler``, the decode step is compiled, and the whole KV cache is allocated in advance: each sequence uses
+    as much memory as one of ``max_model_len`` tokens. Parameters then keep their addresses.
 
-    The methods of ``scheduler``, ``pauses``, ``steps`` and ``scoring`` are for the engine's thread (`call`).
+    The methods of ``scheduler``, ``pauses``, ``steps`` and ``scoring`` may only be called in the engine's thread
+    (`call`).
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Engine:
         self._thread.start()
 
     def close(self) -> None:
-        """Abort all requests, end the thread and wait for it."""
+        """Abort all requests, and wait until the thread has ended."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -114,18 +116,18 @@ class Engine:
 
     @property
     def records_routing(self) -> bool:
-        """Whether requests may ask for their experts: the model has some, and the decode step is not compiled."""
+        """Whether requests may ask for routed experts: the model has experts, and the decode step is not compiled."""
         return self.steps.recorder is not None
 
     @property
     def failure(self) -> EndpointError | None:
-        """The error that ended the engine's thread; None while it runs, or after `close`."""
+        """The error that ended the engine's thread; None while the thread runs, or after `close`."""
         if self._failure is None:
             return None
         return EndpointError(f"the engine failed ({self._failure!r}); restart the server")
 
     def call(self, command: Callable[[], T]) -> Future[T]:
-        """Run ``command`` in the engine's thread, between two token steps, unless the future is cancelled first."""
+        """Run ``command`` in the engine's thread between two token steps, unless the future is cancelled first."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -156,11 +158,11 @@ class Engine:
     ) -> tuple[EngineRequest, Future[None]]:
         """Queue a request; ``image_tensors`` are the outputs of the model's processor for its images.
 
-        Raises `InvalidRequestError` if the request does not fit; the future raises it if the request's id is in use.
+        Raises `InvalidRequestError` if the request does not fit. The future raises it if the request's id is in use.
 
-        The engine's thread removes the request from the engine, then calls exactly one callback once: ``on_finished``
-        when every completion has a finish reason, ``on_failed`` if a step of this request raises even when the
-        request runs alone.
+        The engine's thread removes the request from the engine, and then calls one of two callbacks, once:
+        ``on_finished`` when every completion has a finish reason, or ``on_failed`` if a step of this request raises an
+        error even when the request runs alone.
         """
         admitted = EngineRequest(
             request.request_id,
@@ -200,17 +202,19 @@ class Engine:
             self.scheduler.recompute_running()
 
     def free_memory(self) -> None:
-        """Release the memory of keys and values, and move the parameters to the host. Engine's thread only.
+        """Release the memory of the KV cache, and move the parameters to the host. Engine's thread only.
 
-        Raises `BusyError` if there is a request, and changes nothing. Nothing may be submitted until `take_memory`.
+        If there is a request, raises `BusyError` and changes nothing. Nothing may be submitted until `take_memory`.
         """
         if num_requests := len(self.scheduler.requests) + len(self.scoring):
-            raise BusyError(f"{num_requests} requests run or wait: memory can be released only after they have ended")
+            raise BusyError(
+                f"{num_requests} requests are running or waiting: memory can be released only after they have ended"
+            )
         self.scheduler.store.free()
         self.weights.move_to_host()
 
     def take_memory(self) -> None:
-        """Move the parameters back to their device. Engine's thread only; after an error it may be called again."""
+        """Move the parameters back to their device. Engine's thread only. After an error, it may be called again."""
         self.weights.move_back()
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""The forward passes of one engine step: a token for each running sequence, and whole prompts.
+"""The forward passes of one engine step: one token for each running sequence, and whole prompts.
 
 Shape suffixes: B rows of logits, V vocabulary.
 """
@@ -24,7 +24,9 @@ class PackedPrompt:
     slot: Slot
     token_ids: Sequence[int]
     num_rows: int = 1
-    """Number of identical rows of logits after the last token: one for each sequence that begins with this prompt."""
+    """Number of identical rows of logits to return for the last token: one for each sequence that begins with this
+    prompt.
+    """
     image_rows: Sequence[int] = ()
     """Indices of the tokens that images fill."""
     image_tensors: Mapping[str, torch.Tensor] | None = None
@@ -32,7 +34,7 @@ class PackedPrompt:
 
 
 class Forwards:
-    """Runs a model over the slots of a store. With a decoder, prompts have a separate forward pass."""
+    """Runs a model over the slots of a store. With a decoder, prompts are computed in a separate forward pass."""
 
     def __init__(self, model: Any, store: SlotStore, device: torch.device, decoder: Decoder | None) -> None:
         self._model = model
@@ -44,11 +46,11 @@ class Forwards:
     def logits(
         self, running: Mapping[Slot, Sequence[int]], prompts: Sequence[PackedPrompt]
     ) -> tuple[list[Slot], torch.Tensor]:
-        """Store the keys and values of each slot's next tokens and of prompts; return slots and logits [B, V].
+        """Store the keys and values of each slot's next tokens and of prompts. Return slots and logits [B, V].
 
-        The next tokens are the last sampled token and, without a decoder, drafts after it. There is a row of logits for
-        each of them, in the order of the slots returned, followed by the rows of the prompts. Lengths of slots stay
-        unchanged.
+        The next tokens are the last sampled token and, without a decoder, drafts after it. There is one row of logits
+        for each of them, in the order of the returned slots, followed by the rows of the prompts. The lengths of the
+        slots do not change.
         """
         if self._decoder is None or not running:
             return self._packed(running, prompts)
@@ -61,7 +63,7 @@ class Forwards:
     def _packed(
         self, running: Mapping[Slot, Sequence[int]], prompts: Sequence[PackedPrompt]
     ) -> tuple[list[Slot], torch.Tensor]:
-        """Run everything as one packed row."""
+        """Compute running sequences and prompts in one packed row."""
         ahead = {slot: len(token_ids) - 1 for slot, token_ids in running.items() if len(token_ids) > 1}
         lengths = [len(it.token_ids) for it in prompts]
         plan = StepPlan(self._store, [it.slot for it in prompts], lengths, self._device, running, ahead)
@@ -81,7 +83,7 @@ class Forwards:
         return plan.decoding_slots, self._head(hidden)
 
     def _inputs(self, packed: Sequence[int], prompts: Sequence[PackedPrompt]) -> dict[str, torch.Tensor]:
-        """Return the ids of packed tokens, the prompts' last, or their embeddings if there are images."""
+        """Return the ids of packed tokens, or their embeddings if there are images. The prompts' tokens come last."""
         token_ids_T = torch.tensor(packed, device=self._device)
         with_images = [it.image_tensors for it in prompts if it.image_tensors is not None]
         if not with_images:

@@ -1,4 +1,4 @@
-"""The embedded engine as an `EngineKind`: it runs in the process that serves it."""
+"""The embedded engine as an `EngineKind` that runs in the serving process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class EmbeddedKind(EngineKind):
         return GpuUse(memory_share=None, stages_on_gpu=True)
 
     def load(self, options: EngineOptions) -> InferenceEndpoint:
-        """Also set the number of torch's threads in this process, if the options specify it."""
+        """Load the model. Also set the number of torch's threads in this process, if the options specify one."""
         import torch
 
         from inflight.engines.embedded.loading import load_endpoint
@@ -38,7 +38,7 @@ class EmbeddedKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """Return an `HttpEndpoint`, because its server implements the contract."""
+        """Return an `HttpEndpoint`, because the embedded engine's server implements the contract."""
         return HttpEndpoint(
             url, token=token, control_timeout_s=control_timeout_s, generate_timeout_s=generate_timeout_s
         )

@@ -40,11 +40,12 @@ def load_endpoint(
     """Return an endpoint with a running engine that serves the model in ``path``.
 
     If ``dtype`` is None, the stored dtype is kept; if ``device`` is None, a GPU is used if there is one; if
-    ``max_model_len`` is None, it is the model's maximum. Keys and values use at most ``kv_cache_bytes``; None allows
-    ``max_concurrent`` sequences of ``max_model_len``, or half of all memory if that is less. If that holds fewer tokens
+    ``max_model_len`` is None, it is the model's maximum. The KV cache uses at most ``kv_cache_bytes``; None allows
+    ``max_concurrent`` sequences of ``max_model_len``, or half of all memory if that is less. If it holds fewer tokens
     than the model allows, the context is shortened. ``compile`` compiles the decode step before this returns, and
-    captures CUDA graphs on a GPU. Completions are drafted from ``drafts``, if given. Logs which attention kernel
-    decodes. Raises `ConfigError` if the directory cannot be served, or if both ``drafts`` and ``compile`` are given.
+    captures CUDA graphs on a GPU. Completions are drafted from ``drafts``, if given. Logs which attention kernel is
+    used for decoding. Raises `ConfigError` if the directory cannot be served, or if both ``drafts`` and ``compile`` are
+    given.
     """
     register_slot_attention()
     chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -70,7 +71,7 @@ def load_endpoint(
     elif kv_cache_bytes < (sequence_bytes if max_model_len else 2 * sequence_bytes // longest):
         raise ConfigError(
             f"kv_cache_bytes {kv_cache_bytes} is too small for one sequence of max_model_len {longest}, which needs "
-            f"{sequence_bytes} bytes of keys and values; allow more, or set a smaller max_model_len"
+            f"{sequence_bytes} bytes of KV cache; allow more, or set a smaller max_model_len"
         )
     kernel = describe_decode_kernel(config, own_dtype, chosen)
     _LOG.info("attention while decoding in %s on %s: %s", str(own_dtype).removeprefix("torch."), chosen, kernel)
@@ -103,9 +104,9 @@ def _usable_device(name: str) -> torch.device:
 
 
 def _eos_token_ids(model: torch.nn.Module, tokenizer: object) -> list[int]:
-    """Return the ids that end a completion.
+    """Return the token ids that end a completion.
 
-    They come from the generation config, or else from the config, or else from the tokenizer.
+    They come from the generation config, else from the config, else from the tokenizer.
     """
     for source in (getattr(model, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)

@@ -1,7 +1,7 @@
-"""Linear layers whose weights are also kept in the layout in which oneDNN multiplies matrices, in bfloat16 on CPUs.
+"""Linear layers that also keep their weights in the layout in which oneDNN multiplies bfloat16 matrices on CPUs.
 
-Otherwise, each product reorders a weight from the ordinary layout. With few rows, as in decoding, that takes as long as
-the product itself. The results are the same.
+Otherwise, each product would first reorder a weight from the ordinary layout. With few rows, as in decoding, that takes
+as long as the product itself. The results are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 
 
 class PackedLinear(torch.nn.Linear):
-    """A linear layer that multiplies by ``packed_weight``. The owner keeps it equal to ``weight``."""
+    """A linear layer that multiplies by ``packed_weight``. The layer's owner keeps ``packed_weight`` equal to
+    ``weight``.
+    """
 
     packed_weight: torch.Tensor
 
@@ -24,7 +26,7 @@ class PackedLinear(torch.nn.Linear):
 
 
 class PackedLinears:
-    """The linear layers of a model by the names of their weights, which are ``parameters``. Packs their weights.
+    """The linear layers of a model by the names of their weights in ``parameters``. The constructor packs the weights.
 
     Several layers may share a weight. No layer is packed unless the weights are bfloat16 on a CPU that can multiply
     bfloat16.
@@ -46,7 +48,7 @@ class PackedLinears:
         }
 
     def load(self, packed: Mapping[str, torch.Tensor]) -> None:
-        """Multiply by packed weights from now on."""
+        """Use these packed weights from now on."""
         for name, tensor in packed.items():
             for layer in self._layers[name]:
                 layer.packed_weight = tensor

@@ -1,4 +1,4 @@
-"""The parameters of a served model: how checkpoints store them, and how new values are prepared and then swapped in."""
+"""The parameters of a served model: how checkpoints store them, and how new values are prepared and swapped in."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _ALIGNMENT_BYTES = 64
 
 
 class StoredTensors:
-    """The stored tensors of each parameter of a model, by name. Holds no tensors.
+    """Which stored tensors make up each parameter of a model, by name. Holds no tensors itself.
 
-    Stored tensors are those of a checkpoint, which updates also send. Most parameters are stored whole; those that hold
-    the matrices of all experts of a layer are stored one matrix at a time.
+    Stored tensors are the tensors of a checkpoint, which are also those that updates send. Most parameters are stored
+    whole. A parameter with the matrices of all experts of a layer is stored as one tensor per matrix.
     """
 
     def __init__(self, model: Any) -> None:
         names = stored_names(model)
         self._parts: dict[str, tuple[str, ...]] = {}
-        """The stored tensors of each parameter, in order; a parameter that is stored whole has itself."""
+        """The names of each parameter's stored tensors, in order; a parameter that is stored whole has its own name."""
         for name, parameter in model.named_parameters():
             self._parts[names[name]] = _expert_names(model, name, parameter) or (names[name],)
         self._owners = {part: name for name, parts in self._parts.items() for part in parts}
@@ -44,9 +44,9 @@ class StoredTensors:
         return self._views(owner, parameters[owner])[part]
 
     def assemble(self, tensors: Iterable[tuple[str, torch.Tensor]], present: Callable[[str], torch.Tensor]) -> Named:
-        """Return stored tensors as whole parameters.
+        """Assemble stored tensors into whole parameters.
 
-        ``present`` returns the current value of a parameter if some of its stored tensors were not sent.
+        If some stored tensors of a parameter were not sent, ``present`` provides its current value.
         """
         assembled: Named = []
         of_owner: dict[str, dict[str, torch.Tensor]] = {}
@@ -78,7 +78,7 @@ class StoredTensors:
 
 
 def _expert_names(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, ...]:
-    """Return the stored names of a parameter of all experts, expert by expert; empty for any other."""
+    """Return the stored names of a parameter that holds all experts, expert by expert; empty for others."""
     kinds = EXPERT_PARTS.get(".".join(name.split(".")[-2:]))
     if kinds is None:
         return ()
@@ -88,7 +88,7 @@ def _expert_names(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, 
 
 
 class PreparedParameters(NamedTuple):
-    """New values of parameters: tensors that fit the model, and the packed weights of linear layers among them."""
+    """New values of parameters: tensors that fit the model, and packed weights for the linear layers among them."""
 
     tensors: Named
     packed: dict[str, torch.Tensor]
@@ -110,11 +110,11 @@ class ServedParameters:
         self.device: torch.device = first.device
         self.dtype: torch.dtype = first.dtype
         self.replaced: list[torch.Tensor] = []
-        """Memory that `load` has replaced, until the caller clears it."""
+        """Memory that `load` has replaced and the caller has not cleared yet."""
         self._linears = None if keeps_addresses else PackedLinears(model, self.by_name)
 
     def prepare(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> PreparedParameters:
-        """Return the argument of `load`.
+        """Return new values, prepared for `load`.
 
         Changes nothing, and may run in any thread. Raises the same errors as `prepare_tensors`.
         """
@@ -122,7 +122,7 @@ class ServedParameters:
         return PreparedParameters(ready, {} if self._linears is None else self._linears.pack(ready))
 
     def load(self, ready: PreparedParameters) -> None:
-        """Make prepared tensors the parameters' memory, or copy them if addresses must stay."""
+        """Make prepared tensors the parameters' memory, or copy them if addresses must not change."""
         if self._linears is None:
             overwrite(self.by_name, ready.tensors)
         else:
@@ -139,16 +139,16 @@ class ServedParameters:
 
 
 def prepare_tensors(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]) -> Named:
-    """Return tensors in the dtype and layout of the parameters of these names, on their device.
+    """Return tensors in the dtype and layout, and on the device, of the parameters with the same names.
 
-    A tensor that already fits is returned unchanged: nothing may write to it from now on. Others are copied. Changes
+    A tensor that already fits is returned itself, and nothing may write to it from now on. Others are copied. Changes
     nothing, and may run in any thread. Raises `ValueError` for a tensor of a different shape.
     """
     return [(name, _fit(tensor, parameters[name], name)) for name, tensor in tensors]
 
 
 def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
-    """Make prepared tensors the memory of the parameters with these names; return the previous memory.
+    """Make prepared tensors the memory of the parameters with the same names, and return the previous memory.
 
     Copies nothing. Modules that share a parameter share its new memory. Freeing gigabytes takes a while, so the caller
     frees the old memory after sampling has resumed.
@@ -161,7 +161,7 @@ def exchange(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) 
 
 
 def move(parameters: Parameters, device: torch.device) -> None:
-    """Move the memory of every parameter to a device, in the same layout; parameters already there stay.
+    """Move the memory of every parameter to a device, in the same layout, unless it is there already.
 
     If it raises, some parameters have moved; it may be called again with either device.
     """
@@ -170,9 +170,9 @@ def move(parameters: Parameters, device: torch.device) -> None:
 
 
 def overwrite(parameters: Parameters, ready: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy prepared tensors into the memory of the parameters with these names, whose addresses stay the same.
+    """Copy prepared tensors into the memory of the parameters with the same names. Addresses do not change.
 
-    On return the device has copied them, and their memory may be reused.
+    On return, the device has finished copying, and the memory of ``ready`` may be reused.
     """
     devices = set()
     for name, tensor in ready:

@@ -12,7 +12,7 @@ import torch
 from inflight.wire import SamplingParams
 
 _CHUNK = 128
-"""Tokens of the vocabulary whose probabilities are summed at once."""
+"""Number of tokens per chunk of the vocabulary."""
 
 
 def sample(
@@ -61,8 +61,8 @@ def _chunk_sums(weights_BV: torch.Tensor) -> torch.Tensor:
 def _invert(weights_BV: torch.Tensor, cumulative_BC: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """Return the first token of each row at which the cumulative distribution exceeds the row's uniform.
 
-    Cumulative sums are in float64: in float32 they would lose the tail of a large vocabulary. Only the chunk with the
-    token is summed token by token.
+    Cumulative sums are in float64: in float32 they would lose the tail of a large vocabulary. Only the chunk that
+    contains the token is summed token by token.
     """
     threshold_B1 = _below(uniform_B * cumulative_BC[:, -1], cumulative_BC[:, -1])[:, None]
     chunk_B1 = torch.searchsorted(cumulative_BC, threshold_B1, right=True)
@@ -75,7 +75,9 @@ def _invert(weights_BV: torch.Tensor, cumulative_BC: torch.Tensor, uniform_B: to
 
 
 def _below(values: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """Return values, lowered to less than their limits: rounding must not lead to a token of probability 0."""
+    """Return values, lowered if necessary to below their limits, so that rounding cannot select a token of probability
+    0.
+    """
     return torch.minimum(values, torch.nextafter(limits, torch.zeros_like(limits)))
 
 
@@ -84,7 +86,7 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def _apply_filters(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return the logits with -inf outside each row's kept set, which always contains the most likely token."""
+    """Return the logits with -inf for the tokens that a row's filters remove, never including the most likely one."""
     logits_BV = logits_BV.clone()
     for row, p in enumerate(params):
         if not _filters(p):

@@ -1,4 +1,4 @@
-"""Pauses of the embedded engine: the effect of in-flight policies on running requests, and the duration of pauses."""
+"""Pauses of the embedded engine: how in-flight policies affect running requests, and how long pauses last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inflight.wire import InFlightPolicy
 
 
 class SamplingPauses:
-    """Whether an engine samples. Its methods are for the engine's thread."""
+    """Pauses and resumes an engine's sampling. Its methods may only be called in the engine's thread."""
 
     def __init__(self, scheduler: SequenceScheduler) -> None:
         self._scheduler = scheduler
@@ -18,20 +18,20 @@ class SamplingPauses:
         self._paused_s = 0.0
         self.paused_since: float | None = None
         self.resumed_at: float | None = None
-        """When sampling resumed; None once a token has been sampled since."""
+        """When sampling last resumed; None once a token has been sampled since then."""
         self.first_token_s: float | None = None
         """Seconds from the last resume to the next sampled token."""
 
     @property
     def paused_s(self) -> float:
-        """Seconds of all pauses. Any thread may read it."""
+        """Total duration of all pauses in seconds. Any thread may read it."""
         paused_since = self.paused_since
         return self._paused_s + (time.monotonic() - paused_since if paused_since is not None else 0.0)
 
     def pause(self, policy: InFlightPolicy, on_paused: Callable[[], None]) -> None:
-        """Stop sampling under a policy, and call ``on_paused`` once no further token will be sampled.
+        """Stop sampling according to a policy, and call ``on_paused`` once no more tokens will be sampled.
 
-        Under ``drain``, that is after the last running sequence has finished.
+        With ``drain``, this is after the last running sequence has finished.
         """
         self._scheduler.starts_new = False
         if policy is InFlightPolicy.ABORT:
@@ -48,13 +48,13 @@ class SamplingPauses:
             stop_sampling()
 
     def complete_drain(self) -> None:
-        """Begin a pause that waits for running sequences, if there is one and they have finished."""
+        """If a pause is waiting for running sequences and all of them have finished, begin it."""
         if self._on_drained is not None and not self._scheduler.has_started():
             on_drained, self._on_drained = self._on_drained, None
             on_drained()
 
     def resume(self) -> float:
-        """Resume sampling, and return for how many seconds it was paused. Idempotent."""
+        """Resume sampling, and return how many seconds it was paused. Idempotent."""
         self._on_drained = None
         self._scheduler.starts_new = True
         if self.paused_since is None:
@@ -67,7 +67,7 @@ class SamplingPauses:
         return paused_s
 
     def record_first_token(self) -> None:
-        """Set ``first_token_s``, if no token had been sampled since the last resume."""
+        """Set ``first_token_s`` if this is the first token since sampling resumed."""
         if self.resumed_at is not None:
             self.first_token_s = time.monotonic() - self.resumed_at
             self.resumed_at = None

@@ -1,4 +1,4 @@
-"""Which sequences of the embedded engine wait and which run, in the engine's thread."""
+"""Decides which sequences of the embedded engine wait and which run, in the engine's thread."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from inflight.wire import FinishReason, PromptImage
 _MAX_PREFILL_TOKENS = 4096
 """Maximum number of prompt tokens in one forward pass: more would delay running sequences."""
 _MAX_WAITING = 16 * 1024
-"""Number of completions that may wait, at about a kilobyte each: a request of a hundred bytes can ask for 1,024."""
+"""Maximum number of waiting completions. Each takes about a kilobyte, and a request of a hundred bytes can ask for
+1,024.
+"""
 
 
 def _uniforms(seed: str | None) -> Callable[[], float]:
-    """Return a function that draws from [0, 1). Its state of 2.5 kB exists from the first draw on."""
+    """Return a function that draws numbers from [0, 1). Its state of 2.5 kB is created by the first draw."""
     draw: Callable[[], float] | None = None
 
     def next_one() -> float:
@@ -34,7 +36,7 @@ def _uniforms(seed: str | None) -> Callable[[], float]:
 class SequenceScheduler:
     """The requests of an engine, and the slots of their sequences. Engine's thread only.
 
-    A sequence starts when ``store`` can hold its longest completion, and at most ``max_concurrent`` run.
+    A sequence starts when ``store`` can hold it at its maximum length and fewer than ``max_concurrent`` are running.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class SequenceScheduler:
         self.running: dict[Slot, Sequence] = {}
         self.requests: dict[str, EngineRequest] = {}
         self.starts_new = True
-        """Whether sequences without a token may start; sequences that have started before always may."""
+        """Whether sequences without tokens may start. Sequences that have started before always may."""
         self._speculation = speculation
         self._counters = counters
 
@@ -68,23 +70,23 @@ class SequenceScheduler:
         self.waiting.extend(request.sequences)
 
     def has_work(self) -> bool:
-        """Return whether a sequence runs or may start."""
+        """Return whether a sequence is running or may start."""
         return bool(self.running) or self._may_start()
 
     def has_started(self) -> bool:
-        """Return whether some sequence has started: it runs, or waits at the front of the queue to be recomputed."""
+        """Return whether any sequence has started: it is running, or at the front of the queue to be recomputed."""
         return bool(self.running) or bool(self.waiting and self.waiting[0].token_ids)
 
     def _may_start(self) -> bool:
-        """Return whether the first waiting sequence may run now."""
+        """Return whether the first waiting sequence may start now."""
         return bool(self.waiting) and (self.starts_new or bool(self.waiting[0].token_ids))
 
     def start_waiting(self, failed: list[tuple[EngineRequest, Exception]]) -> list[list[Sequence]]:
-        """Open slots for waiting sequences, in order; return them, grouped by equal ids and images.
+        """Open slots for waiting sequences, in order. Return the sequences, grouped by equal token ids and images.
 
-        The first of a group is prefilled, and the others get copies of its keys and values. A sequence that does not
-        fit waits, and so do the sequences after it. A request whose slot cannot be allocated, although the limit allows
-        it, is removed and put in ``failed``.
+        The first sequence of a group is prefilled, and the others get copies of its keys and values. A sequence that
+        does not fit waits, and so do the sequences after it. A request whose slot cannot be allocated, although the
+        limit allows it, is removed and put in ``failed``.
         """
         groups: dict[tuple[tuple[int, ...], tuple[PromptImage, ...]], list[Sequence]] = {}
         num_tokens, num_open = 0, len(self.running)
@@ -106,7 +108,7 @@ class SequenceScheduler:
         return list(groups.values())
 
     def recompute_running(self) -> None:
-        """Move every running sequence to the front of the queue, without keys and values, to be recomputed."""
+        """Drop every running sequence's keys and values, and move it to the front of the queue to be recomputed."""
         for sequence in reversed(self.running.values()):
             assert sequence.slot is not None
             self.store.close(sequence.slot)
@@ -115,7 +117,7 @@ class SequenceScheduler:
         self.running.clear()
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence, unless it has ended. If it is the last one of its request, deliver the request."""
+        """End a sequence, unless it has ended already. If it is the last one of its request, deliver the request."""
         if sequence.finish_reason is not None:
             return
         sequence.end(reason)
@@ -144,7 +146,7 @@ class SequenceScheduler:
             sequence.slot = None
 
     def cancel(self, request: EngineRequest) -> None:
-        """End a request, unless it has ended, with its tokens so far and reason ``abort``."""
+        """End a request, unless it has ended already, with the tokens so far and the finish reason ``abort``."""
         if self.requests.get(request.request_id) is request:
             self.waiting = deque(s for s in self.waiting if s.request is not request)
             for sequence in request.sequences:
@@ -157,17 +159,17 @@ class SequenceScheduler:
                 self.cancel(request)
 
     def cancel_started(self) -> None:
-        """End every request that has a started sequence, as `cancel` does."""
+        """End every request with at least one started sequence, as `cancel` does."""
         started = [*self.running.values(), *(s for s in self.waiting if s.token_ids)]
         for request in dict.fromkeys(s.request for s in started):
             self.cancel(request)
 
     def cancel_all(self) -> None:
-        """End every request with its tokens so far."""
+        """End every request, as `cancel` does."""
         self.abort(list(self.requests))
 
     def cancel_all_without_store(self) -> None:
-        """End every request as `cancel_all` does, but close no slots, for an engine whose store may have failed."""
+        """End every request like `cancel_all`, but close no slots, because the engine's store may have failed."""
         for sequence in self.running.values():
             sequence.slot = None
         self.running.clear()

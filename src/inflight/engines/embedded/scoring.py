@@ -1,4 +1,4 @@
-"""Scoring in the embedded engine: logprobs of given tokens, between two token steps and without slots.
+"""Scoring in the embedded engine: logprobs of given tokens, computed between two token steps without using slots.
 
 Shape suffixes: T packed tokens, N scored tokens, V vocabulary, K alternatives.
 """
@@ -19,13 +19,13 @@ from inflight.model.attention import SegmentPlan, segment_attention
 from inflight.wire import ScoreRequest, ScoreResponse, VersionSpan
 
 _MAX_TOKENS = 4096
-"""Maximum number of tokens of several requests in one forward pass: more would delay running sequences."""
+"""Maximum total number of tokens if a forward pass scores several requests: more would delay running sequences."""
 _MAX_LOGITS = 1 << 24
 """Maximum number of logits in memory at a time: 64 MB in float32."""
 
 
 class _WholeSequences(AttentionPlan):
-    """Attention of whole sequences to themselves only, without storing keys and values."""
+    """Attention in which each whole sequence attends only to itself, and no keys and values are stored."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self._segments = SegmentPlan.build(tuple(lengths), device)
@@ -42,7 +42,7 @@ class _WholeSequences(AttentionPlan):
 
 
 class ScoringQueue:
-    """The score requests of an engine, in the order of arrival. Engine's thread only."""
+    """The score requests of an engine, in order of arrival. Engine's thread only."""
 
     def __init__(self, model: Any, device: torch.device, counters: EngineCounters) -> None:
         self._counters = counters
@@ -55,11 +55,11 @@ class ScoringQueue:
         return len(self._waiting)
 
     def add(self, request: ScoreRequest, outcome: Future[ScoreResponse]) -> None:
-        """Queue a request; ``outcome`` receives its response, or `InvalidRequestError` if its forward fails."""
+        """Queue a request; ``outcome`` receives its response, or `InvalidRequestError` if its forward pass fails."""
         self._waiting.append((request, outcome))
 
     def remove(self, outcome: Future[ScoreResponse]) -> None:
-        """Drop a request that no client waits for any more; if its scores have been computed, do nothing."""
+        """Drop a request that no client is waiting for any more. If it has been scored already, do nothing."""
         self._waiting = deque(it for it in self._waiting if it[1] is not outcome)
 
     def fail_all(self, error: InflightError) -> None:
@@ -69,7 +69,7 @@ class ScoringQueue:
             outcome.set_exception(error)
 
     def score_next(self, version: int) -> None:
-        """Score as many requests as fit in one forward pass, with weights of ``version``."""
+        """Score as many requests as fit in one forward pass, with the weights of ``version``."""
         batch = [self._waiting.popleft()]
         num_tokens = len(batch[0][0].token_ids)
         while self._waiting and (num_tokens := num_tokens + len(self._waiting[0][0].token_ids)) <= _MAX_TOKENS:

@@ -34,24 +34,25 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
-    """(version, index of its first token), one per version."""
+    """A pair (version, index of the version's first token) for each version."""
     slot: Slot | None = None
     drawn: list[float] = field(default_factory=list)
-    """Random numbers of the next tokens. Each is kept until its token is sampled, so that a repeated step, or a step
-    after a rejected draft, uses the same number."""
+    """Random numbers for the next tokens. Each is kept until its token is sampled, so that a repeated step, or a step
+    after a rejected draft, uses the same number.
+    """
     drafter: Drafter | None = None
     draft: list[int] = field(default_factory=list)
     """The drafted tokens that the next step verifies."""
     num_verifications: int = 0
     num_accepted: int = 0
     routed: list[Experts] = field(default_factory=list)
-    """The experts [T, L, K] of its tokens, starting with the first, in parts; only if the request asks for routed
-    experts.
+    """The experts of the sequence's tokens from the first token on, in parts of shape [T, L, K]; filled only if the
+    request asks for routed experts.
     """
     finish_reason: FinishReason | None = None
 
     def draw(self, num: int) -> list[float]:
-        """Return the random numbers of the next ``num`` tokens."""
+        """Return the random numbers for the next ``num`` tokens."""
         while len(self.drawn) < num:
             self.drawn.append(self.uniform())
         return self.drawn[:num]
@@ -64,7 +65,7 @@ class Sequence:
             self.drafter.sampled(token)
 
     def note_routed(self, start: int, experts_TLK: Experts) -> None:
-        """Store the experts of tokens ``start``, ``start + 1``, ... that are not known yet."""
+        """Store the experts of tokens ``start``, ``start + 1``, ... where they are not known yet."""
         num_known = sum(map(len, self.routed))
         if self.request.routed_experts and len(experts_TLK) > num_known - start:
             self.routed.append(experts_TLK[num_known - start :])
@@ -116,7 +117,7 @@ class Sequence:
 class EngineRequest:
     """One request inside the engine. Callbacks run in the engine's thread and must not block.
 
-    Exactly one of ``on_finished`` and ``on_failed`` is called, once.
+    Either ``on_finished`` or ``on_failed`` is called, exactly once.
     """
 
     request_id: str
@@ -130,7 +131,7 @@ class EngineRequest:
     """As in `inflight.wire.GenerateRequest`."""
     images: tuple[PromptImage, ...] = ()
     image_tensors: Mapping[str, torch.Tensor] | None = None
-    """The vision tower's inputs for them; None without images."""
+    """The vision tower's inputs for the images; None without images."""
     routed_experts: bool = False
     """As in `inflight.wire.GenerateRequest`."""
     sequences: list[Sequence] = field(default_factory=list)
@@ -141,5 +142,5 @@ class EngineRequest:
 
     @property
     def most(self) -> int:
-        """The maximum number of positions that one of its sequences can use."""
+        """The maximum number of positions that one of the request's sequences can use."""
         return len(self.prompt_token_ids) + self.max_tokens

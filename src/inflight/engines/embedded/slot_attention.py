@@ -1,7 +1,7 @@
-"""Attention over the slots of running sequences, and over prompts that are computed into slots.
+"""Attention over the slots of running sequences, and over prompts whose keys and values are stored in slots.
 
-Shape suffixes: S slots, K key-value heads, Q query heads, C capacity, D head dimension, B decoding rows, W tokens of
-one row (at most), T packed tokens, P padded places, G queries of a key-value head, X queries of a row and a head.
+Shape suffixes: S slots, K key-value heads, Q query heads, C capacity, D head dimension, B decoding rows, W maximum
+number of tokens in a row, T packed tokens, P padded places, G queries per key-value head, X queries per row and head.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class AttentionPlan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecodingRows:
-    """Decoding tokens ``start <= t < stop`` of the packed batch, which belong to rows of one arena.
+    """The decoding tokens ``start <= t < stop`` of the packed batch, which belong to rows of one arena.
 
-    ``vectors_X`` specifies where the vectors of keys and values [K * T] are stored, among all vectors of a layer of the
-    arena. ``index`` is None if each row has one token. ``is_all`` indicates that the rows are the arena's first ones in
+    ``vectors_X`` contains the index of each key and value vector [K * T] among all vectors of an arena's layer.
+    ``index`` is None if each row has one token. ``is_all`` is true if the rows are the first rows of the arena in
     order, so that none has to be copied.
     """
 
@@ -58,7 +58,7 @@ class DecodingRows:
 def _decoding_rows(
     arena: Arena, owners: Sequence[Slot], counts: Sequence[int], start: int, groups: int, device: torch.device
 ) -> DecodingRows:
-    """Return the part of a step in which slot i of ``owners``, in ``arena``, decodes ``counts[i]`` tokens.
+    """Return the part of a step in which slot i of ``owners``, all in ``arena``, decodes ``counts[i]`` tokens.
 
     ``groups`` queries share a key-value head.
     """
@@ -83,16 +83,16 @@ def _decoding_rows(
 
 
 def vector_indices(rows_T: torch.Tensor, positions_T: torch.Tensor, num_heads: int, capacity: int) -> torch.Tensor:
-    """Return where in a layer of an arena the vectors [K * T] of each head and token are."""
+    """Return the index in a layer of an arena of each head's vector for each token [K * T]."""
     heads_K1 = torch.arange(num_heads, device=rows_T.device)[:, None]
     return ((rows_T * num_heads + heads_K1) * capacity + positions_T).flatten()
 
 
 class StepPlan(AttentionPlan):
-    """How one forward pass attends: first the tokens of each decoding slot, then whole segments to prefill.
+    """How one forward pass attends: first come the tokens of each decoding slot, then whole segments to prefill.
 
-    A slot decodes one token plus the tokens that ``ahead`` specifies for it. Decoding slots come arena by arena, in the
-    order of each arena's owners. ``only`` limits them to some slots.
+    A slot decodes one token plus the number of tokens that ``ahead`` specifies for it. Decoding slots are ordered by
+    arena, and within an arena in the order of its owners. ``only`` restricts decoding to some slots.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ def attend_rows(
     value_1KTD: torch.Tensor,
     scale: float | None,
 ) -> torch.Tensor:
-    """Store the keys and values of decoding rows in one layer of an arena; return the attention output [1, T, Q, D]."""
+    """Store the keys and values of decoding rows in one arena's layer, and return the attention output [1, T, Q, D]."""
     tokens = slice(part.start, part.stop)
     head_dim = keys_SKCD.shape[-1]
     # One index of contiguous vectors: three of them, of rows, heads and positions, take four times as long on CPUs.
@@ -193,7 +193,7 @@ def attend_rows(
 
 
 def register_slot_attention() -> None:
-    """Register `ATTENTION_NAME` with transformers; models built with it take a ``step_plan`` keyword."""
+    """Register `ATTENTION_NAME` with transformers. Models built with it accept a ``step_plan`` keyword argument."""
     AttentionInterface.register(ATTENTION_NAME, _attention)
 
 

@@ -1,9 +1,10 @@
 """Keys and values of running sequences, in slots grouped by length.
 
-Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows its arena moves to the next one, which
-is twice as large. Decoding attends arena by arena, so a short sequence does not incur the cost of the longest one. A
-sequence reserves its maximum when it starts, so running sequences can always continue. Arenas grow and shrink with
-their sequences and never exceed the limit. Code that needs constant addresses uses one arena of a fixed size instead.
+Each arena holds sequences of up to ``capacity`` tokens; a sequence that outgrows its arena moves to the next one, whose
+capacity is twice as large. Decoding attends arena by arena, so a short sequence does not incur the cost of the longest
+one. A sequence reserves memory for its maximum length when it starts, so running sequences can always continue. Arenas
+grow and shrink with their sequences, and never exceed the memory limit. Code that needs constant addresses uses one
+arena of a fixed size instead.
 
 Shape suffixes: L layers, S slots, K key-value heads, C capacity, D head dimension.
 """
@@ -24,10 +25,10 @@ SMALLEST_CAPACITY = 64
 
 
 class Arena:
-    """Slots of one capacity.
+    """Slots with the same capacity.
 
-    The occupied ones are always the first ``len(owners)``, unless there is a fixed number, ``num_fixed``: memory and
-    slots then stay where they are.
+    The occupied slots are always the first ``len(owners)``, unless the number of slots is fixed (``num_fixed``). In
+    that case, neither the memory nor the slots ever move.
     """
 
     def __init__(
@@ -59,7 +60,8 @@ class Arena:
         return self.num_slots * self.slot_bytes
 
     def take(self, slot: Slot) -> None:
-        """Assign the next row to a slot, zeroed: attention multiplies masked values by zero, which keeps NaN."""
+        """Assign the next row to a slot and zero it: attention multiplies masked values by zero, but NaN would remain.
+        """
         if self._is_fixed:
             row = heapq.heappop(self._free_rows)  # `free` has left it zeroed
         else:
@@ -70,7 +72,7 @@ class Arena:
         slot.arena, slot.row = self, row
 
     def free(self, slot: Slot) -> None:
-        """Reclaim a slot's row. The last row moves into its place as a whole, with its zeros (see `take`)."""
+        """Reclaim a slot's row. The whole last row, including its zeros (see `take`), moves into its place."""
         if self._is_fixed:
             written = slice(slot.length + 1)  # a step that failed may have stored one position more
             self.keys_LSKCD[:, slot.row, :, written] = 0
@@ -91,7 +93,9 @@ class Arena:
                 self.resize(len(self.owners))
 
     def resize(self, num_slots: int) -> None:
-        """Reallocate to ``num_slots`` slots, at least as many as are occupied. If it raises, nothing has changed."""
+        """Reallocate memory for ``num_slots`` slots, at least as many as are occupied. If it raises, nothing has
+        changed.
+        """
         self.keys_LSKCD, self.values_LSKCD = (
             self._resized(self.keys_LSKCD, num_slots),
             self._resized(self.values_LSKCD, num_slots),
@@ -105,7 +109,7 @@ class Arena:
 
 
 class Slot:
-    """The place of one sequence's keys and values: ``length`` positions, which may grow to ``reserved_bytes``.
+    """The place of one sequence's keys and values. It has ``length`` positions, and may grow to ``reserved_bytes``.
 
     ``row`` is -1 if the slot lost its row in a move that ran out of memory.
     """
@@ -132,9 +136,9 @@ def token_bytes_of(config: Any, dtype: torch.dtype) -> int:
 class SlotStore:
     """Keys and values of all running sequences of one model, in at most ``limit_bytes``.
 
-    With ``num_fixed``, there are that many slots for sequences of maximum length, allocated at once, and no memory
-    moves. If even less memory is available, torch's error propagates: `open` has then allocated nothing, `reserve`
-    leaves a slot that can only be closed, and other slots are unaffected.
+    With ``num_fixed``, that many slots for sequences of maximum length are allocated in advance, and no memory moves.
+    If an allocation fails, torch's error propagates: `open` has then allocated nothing, `reserve` leaves a slot that
+    can only be closed, and other slots are unaffected.
     """
 
     def __init__(
@@ -165,19 +169,19 @@ class SlotStore:
         return sum(arena.size_bytes for arena in self.arenas)
 
     def fits(self, most: int) -> bool:
-        """Return whether a sequence of up to ``most`` positions can start now."""
+        """Return whether a sequence that may reach ``most`` positions can start now."""
         return self.reserved_bytes + self._arena_for(most).slot_bytes <= self.limit_bytes
 
     def open(self, length: int, most: int) -> Slot:
-        """Return a slot that holds ``length + 1`` positions, and may grow to ``most``."""
+        """Return a slot that can hold ``length + 1`` positions and may grow to ``most``."""
         slot = Slot(self._arena_for(most).slot_bytes)
         self._take(self._arena_for(length + 1), slot)
         self.reserved_bytes += slot.reserved_bytes
         return slot
 
     def expect(self, wanted: Iterable[tuple[Slot, int]]) -> None:
-        """Grow arenas once for all slots that are about to `reserve` these numbers of positions, instead of once for
-        each.
+        """Grow arenas once for all slots that are about to `reserve` these numbers of positions, instead of once per
+        slot.
         """
         moves = Counter(
             self._arena_for(slot.length + num) for slot, num in wanted if slot.length + num > slot.arena.capacity
@@ -189,7 +193,7 @@ class SlotStore:
                     arena.resize(len(arena.owners) + num)
 
     def reserve(self, slot: Slot, num: int = 1) -> None:
-        """Ensure space for ``num`` more positions; the slot may move to a larger arena."""
+        """Ensure that there is space for ``num`` more positions; the slot may move to a larger arena."""
         if slot.length + num <= slot.arena.capacity:
             return
         old, row, length = slot.arena, slot.row, slot.length
@@ -213,12 +217,12 @@ class SlotStore:
             slot.arena.free(slot)
 
     def free(self) -> None:
-        """Free every arena, including any that could not shrink when its last slot closed; no slot may be open."""
+        """Free every arena, including any that could not shrink when its last slot was closed. No slot may be open."""
         for arena in self.arenas:
             arena.resize(0)
 
     def _take(self, arena: Arena, slot: Slot) -> None:
-        """Assign a row to a slot; a full arena grows by a quarter, or less near the limit."""
+        """Assign a row to a slot. A full arena grows by a quarter, or by less near the limit."""
         needed = len(arena.owners) + 1
         if needed > arena.num_slots:
             wanted = needed + needed // 4

@@ -1,11 +1,11 @@
 """Drafts of running sequences and their verification, in the engine's thread.
 
-A step computes a sequence's last token and its draft, and draws a token after each of them exactly as without a draft:
-from the same distribution, with the random number of that position in the completion. The tokens drawn are kept up to
-and including the first that differs from the draft. This is rejection sampling (arXiv:2211.17192, algorithm 1) for a
-draft distribution that is a point mass: a drafted token x is accepted with its probability p(x), and the token drawn
-instead has the distribution p without x, renormalised. Since the numbers belong to positions, a seed yields the same
-tokens with any drafts.
+A step computes a sequence's last token and its draft. After each of these tokens, it draws a token exactly as it would
+without a draft: from the same distribution, with the random number of that position in the completion. The drawn tokens
+are kept up to and including the first that differs from the draft. This is rejection sampling (arXiv:2211.17192,
+algorithm 1) for a draft distribution that is a point mass: a drafted token x is accepted with probability p(x), and a
+token drawn in its place has the distribution p without x, renormalised. Since the random numbers belong to positions, a
+seed yields the same tokens regardless of the drafts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.wire import DraftHistory
 
 
 class DrawnTokens(NamedTuple):
-    """The tokens that a sequence receives in one step, at least one, and their logprobs."""
+    """The one or more tokens that a sequence receives in one step, and their logprobs."""
 
     sequence: Sequence
     token_ids: list[int]
@@ -28,7 +28,7 @@ class DrawnTokens(NamedTuple):
 
 
 class Speculation:
-    """The drafts of one engine from ``source``, if that is not None; counts their verification in ``counters``."""
+    """Drafts tokens from ``source`` (none if it is None), and counts their verification in ``counters``."""
 
     def __init__(self, source: DraftSource | None, counters: EngineCounters) -> None:
         self._source = source
@@ -53,14 +53,14 @@ class Speculation:
             sequence.drafter = self._source.drafter(ids[:num_prompt], ids[num_prompt:])
 
     def propose(self, sequence: Sequence) -> int:
-        """Draft the next tokens of a running sequence; return their number. The token after them still fits."""
+        """Draft the next tokens of a running sequence; return their number. One more token fits after them."""
         if sequence.drafter is None:
             return 0
         sequence.draft = sequence.drafter.draft(sequence.request.max_tokens - len(sequence.token_ids) - 1)
         return len(sequence.draft)
 
     def verify(self, sequences: Iterable[Sequence], token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
-        """Return the tokens that each sequence keeps; one more token was drawn for each than its draft has."""
+        """Return the tokens that each sequence keeps. For each one, one more token was drawn than its draft has."""
         if self._source is None:
             return [DrawnTokens(s, [token], [p]) for s, token, p in zip(sequences, token_ids, logprobs, strict=True)]
         kept, start = [], 0
@@ -82,5 +82,5 @@ class Speculation:
 
 
 def num_accepted(draft: list[int], token_ids: list[int]) -> int:
-    """Return how many tokens of a draft equal those drawn, up to the first that differs."""
+    """Return how many tokens of a draft equal the drawn tokens, up to the first that differs."""
     return next((i for i, token in enumerate(draft) if token_ids[i] != token), len(draft))

@@ -1,7 +1,7 @@
-"""Steps of the embedded engine: a forward pass, draws and delivery; a step that raises is split in halves.
+"""Steps of the embedded engine: a forward pass, draws and delivery. A step that raises an error is split in half.
 
-A step that raises is repeated in halves until the sequence that causes the error runs alone, and its request ends. It
-can be repeated because it changes nothing before its tokens are drawn.
+A step that raises an error is repeated in halves until the sequence that causes the error runs alone; its request is
+then ended. A step can be repeated because it changes nothing before its tokens are drawn.
 
 Shape suffixes: B rows of logits, V vocabulary, T tokens, L layers, K chosen experts.
 """
@@ -27,7 +27,7 @@ from inflight.wire import FinishReason
 
 
 class StepRunner:
-    """Samples for the sequences of a scheduler, with weights of ``version``. Engine's thread only.
+    """Samples tokens for the sequences of a scheduler, with the weights of ``version``. Engine's thread only.
 
     ``eos_token_ids`` end a completion, and ``decode`` turns token ids into text, for stop strings.
     """
@@ -56,7 +56,7 @@ class StepRunner:
         self._decode = decode
 
     def step(self) -> None:
-        """Sample for every sequence that runs or can start: one token, and the accepted tokens of its draft.
+        """Sample one token, after the accepted tokens of its draft, for every sequence that is running or can start.
 
         Requests that fail are ended.
         """
@@ -81,9 +81,9 @@ class StepRunner:
             raise broken from failed[0][1]
 
     def _advance(self, groups: list[list[Sequence]], failed: list[tuple[EngineRequest, Exception]]) -> None:
-        """Sample for each sequence of these groups. Requests that fail alone are removed and put in ``failed``.
+        """Sample for each sequence of these groups. Requests that fail when alone are removed and added to ``failed``.
 
-        A group is one running sequence, or new sequences with the same ids.
+        A group is one running sequence, or new sequences with the same token ids.
         """
         groups = [opened for group in groups if (opened := [s for s in group if s.slot is not None])]
         if not groups:
@@ -114,7 +114,7 @@ class StepRunner:
                 it.sequence.request.on_token(it.sequence)
 
     def _forward(self, groups: list[list[Sequence]]) -> list[DrawnTokens]:
-        """Run one forward pass, which stores keys and values; return the tokens that each sequence receives."""
+        """Run one forward pass, which stores keys and values, and return the tokens that each sequence receives."""
         running = {s.slot: s for (s, *_) in groups if s.slot is not None and s.slot in self._scheduler.running}
         new = [group for group in groups if group[0].slot not in self._scheduler.running]
         prompts = [
@@ -147,7 +147,9 @@ class StepRunner:
         return self._speculation.verify(drawing, *tokens)
 
     def _run_new(self, new: list[list[Sequence]], prompts: list[PackedPrompt]) -> None:
-        """Start the sequences whose prompts have been computed; all but the first of a group receive copies."""
+        """Start the sequences whose prompts have been computed. All but the first of a group receive copies of its keys
+        and values.
+        """
         for prompt in prompts:
             prompt.slot.length = len(prompt.token_ids)
         for leader, *followers in new:
@@ -159,9 +161,9 @@ class StepRunner:
                 self._scheduler.running[follower.slot] = follower
 
     def _engine_error(self) -> Exception | None:
-        """Return the error that a prompt of one token raises.
+        """Run a prompt of one token, and return the error that it raises.
 
-        None means that the requests, not the engine, caused a failure.
+        None means that the requests, not the engine, caused the failure.
         """
         try:
             slot = self._store.open(1, 1)
@@ -213,7 +215,9 @@ def _note_experts(
     drawn: list[DrawnTokens],
     new: list[list[Sequence]],
 ) -> None:
-    """Store the experts of each sequence's tokens: ``num_decoded`` for each running one, and all of a new one's."""
+    """Store the experts of each sequence's tokens: ``num_decoded`` tokens of each running sequence, all tokens of a new
+    one.
+    """
     experts_TLK = recorder.take()
     for slot, num, it in zip(slots, num_decoded, drawn, strict=False):
         it.sequence.note_routed(slot.length, experts_TLK[: len(it.token_ids)].copy())
@@ -231,6 +235,6 @@ def _failure_of(request: EngineRequest, error: Exception, *, is_engine: bool) ->
         return EndpointError(f"the engine failed ({what}); restart the server")
     num_tokens = sum(len(sequence.token_ids) for sequence in request.sequences)
     return InvalidRequestError(
-        f"request {request.request_id!r} was ended after {num_tokens} tokens, because it fails in the engine even "
+        f"request {request.request_id!r} was ended after {num_tokens} tokens because it fails in the engine even "
         f"when it runs alone ({what}); other requests continue"
     )

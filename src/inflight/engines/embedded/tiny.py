@@ -1,7 +1,7 @@
 """Tiny models: a byte-level tokenizer and a small transformer, randomly initialised and warm-started on a task.
 
-The warm start imitates demonstrations, some of them wrong on purpose. The model's most likely completion is then mostly
-right and its samples are mostly wrong, so there is something to reinforce.
+The warm start imitates demonstrations, some of which are wrong on purpose. Afterwards, the model's most likely
+completions are mostly right and its samples are mostly wrong, so there is something to reinforce.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 Style = Literal["answer", "grown"]
 
 _LONGEST_ENDS = 160
-"""Maximum total length of all ends; for answers of up to sixteen characters, ends grow by one character."""
+"""Maximum total length of all suffixes. For answers of up to sixteen characters, suffixes grow by one character at a
+time.
+"""
 _MAX_TOKENS_PER_STEP = 3072
 """Maximum number of tokens per imitation step, padding included, so that longer problems do not slow down a step."""
 
@@ -39,7 +41,7 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class TinyShape:
-    """Size of a tiny model. In a mixture of experts, two of eight experts compute each token of a layer."""
+    """Size of a tiny model. In a mixture of experts, two of eight experts compute each token in a layer."""
 
     family: Family = "llama"
     hidden_size: int = 96
@@ -104,9 +106,9 @@ def save_tiny_model(model: Any, path: Path) -> None:
 def demonstration(answer: str, style: Style) -> str:
     """Return the completion that the warm start imitates.
 
-    ``grown`` first writes the ends of the answer, each one character longer than the last (``s us nus``), then the
-    answer between tags. Every end copies the one before it, which trains copying densely. The ends of a long answer
-    grow by several characters at a time, which keeps all of them together within a few short lines.
+    ``grown`` first writes suffixes of the answer, each one character longer than the last (``s us nus``), then the
+    answer between tags. Every suffix copies the one before it, so that copying is trained densely. The suffixes of a
+    long answer grow by several characters at a time, which limits their total length.
     """
     if style == "answer":
         return answer
@@ -130,13 +132,14 @@ def warm_start(
     clean_fraction: float = 0.8,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Imitate demonstrations of a task for ``num_steps`` steps of up to ``batch_size`` problems, fewer if long.
+    """Imitate demonstrations of a task for ``num_steps`` steps of up to ``batch_size`` problems; fewer if they are
+    long.
 
-    For the first ``clean_fraction`` of the steps all demonstrations are right; afterwards ``wrong_fraction`` of them
-    lead to a corrupted answer. Problems come from the far end of the task, which a run never reaches; those that do
-    not fit into the model's context are omitted. ``on_progress(step, loss)`` is called after every step. The result
-    depends only on the seed and the machine's arithmetic. Raises `ConfigError` if most of the first problems do not
-    fit.
+    For the first ``clean_fraction`` of the steps, all demonstrations are right; afterwards, a ``wrong_fraction`` of
+    them ends in a corrupted answer. Problems come from the far end of the task, which a run never reaches. Problems
+    that do not fit into the model's context are omitted. ``on_progress(step, loss)`` is called after every step. The
+    result depends only on the seed and the machine's arithmetic. Raises `ConfigError` if most of the first problems do
+    not fit.
     """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -181,30 +184,30 @@ def warm_start(
 
 
 def context_of(task: Task, style: Style, num_problems: int = 32) -> int:
-    """Return the context that a model needs for a task: a multiple of 512 tokens with a margin for longer problems."""
+    """Return the context length that a task needs: a multiple of 512 tokens with a margin for longer problems."""
     items = [task.item(_FIRST_PROBLEM + i) for i in range(num_problems)]
     longest = max(sum(map(len, _row(item.prompt, item.answer or "", style))) for item in items)
     return 512 * max(1, -(-longest * 5 // (4 * 512)))
 
 
 def _row(prompt: str, answer: str, style: Style) -> tuple[list[int], list[int]]:
-    """Return the tokens of a prompt and of its demonstration."""
+    """Return the tokens of a prompt and those of its demonstration."""
     return [*_bytes_of(prompt), 10], [*demonstration(answer, style).encode(), EOS]
 
 
 def _bytes_of(prompt: str) -> Iterator[int]:
-    """Yield the tokens of a prompt, which may hold earlier turns with their ends."""
+    """Yield the tokens of a prompt, which may contain earlier turns with their end-of-sequence tokens."""
     for i, turn in enumerate(prompt.split("<eos>")):
         yield from ([EOS] if i else [])
         yield from turn.encode()
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
-    """Return the answer without a part of its first half or, one time in four, with its last character moved to the
+    """Return the answer without part of its first half or, one time in four, with its last character moved to the
     front.
 
-    Both errors concern when to stop, and shift every character. They leave the model's knowledge of the characters
-    intact, and score close to zero with a score that compares position by position.
+    Both errors are about when to stop, and shift the characters. They leave the model's knowledge of the characters
+    intact, but a score that compares position by position is close to zero.
     """
     if rng.random() < 0.25:
         return answer[-1:] + answer
@@ -216,7 +219,7 @@ def imitation_loss_of(
     rows: Sequence[tuple[list[int], list[int]]],
     inputs_of: Callable[[torch.Tensor], dict[str, torch.Tensor]],
 ) -> torch.Tensor:
-    """Return the mean cross-entropy of the completions' bytes; prompts are not imitated.
+    """Return the mean cross-entropy of the completions' bytes. Prompts are not imitated.
 
     ``inputs_of`` returns the model's inputs for the padded token ids.
     """

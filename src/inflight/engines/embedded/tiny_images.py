@@ -1,7 +1,7 @@
-"""Tiny models with images: LLaVA's architecture with a vision tower of patches, the byte tokenizer and a processor.
+"""Tiny models that accept images: LLaVA's architecture with a small vision tower, the byte tokenizer and a processor.
 
-The warm start teaches the form of the answers to an environment's pictures, but nothing about their content if every
-demonstration is wrong.
+The warm start teaches the format of answers about an environment's pictures. If every demonstration is wrong, it
+teaches nothing about their content.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inflight.types import Message, TaskItem
 IMAGE = 258
 VOCAB_SIZE = 259
 IMAGE_SIZE = 28
-"""Width and height of the vision tower's input, in pixels; pictures are scaled to it."""
+"""Width and height of the vision tower's input in pixels; pictures are scaled to this size."""
 _PATCH_SIZE = 7
 _CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -51,7 +51,7 @@ class TinyImageShape:
 
 
 def create_tiny_image_model(shape: TinyImageShape, seed: int) -> Any:
-    """Return a randomly initialised model, float32 on the CPU; a picture takes 16 tokens."""
+    """Return a randomly initialised model in float32 on the CPU. A picture takes 16 tokens."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     text = LlamaConfig(
@@ -92,7 +92,7 @@ def create_tiny_image_model(shape: TinyImageShape, seed: int) -> Any:
 
 
 def tiny_processor() -> Any:
-    """Return transformers' processor of these models: the byte tokenizer with a token ``<image>``, and the scaling."""
+    """Return a transformers processor for these models: the byte tokenizer plus ``<image>``, and image scaling."""
     from tokenizers import AddedToken
     from transformers import CLIPImageProcessorPil, LlavaProcessor
 
@@ -113,7 +113,7 @@ def tiny_processor() -> Any:
 def save_tiny_image_model(model: Any, path: Path) -> None:
     """Write a model and its processor as a Hugging Face checkpoint.
 
-    The vision tower's tensors get the names of published checkpoints, which engines expect.
+    The vision tower's tensors get the names used in published checkpoints, which engines expect.
     """
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
@@ -124,9 +124,9 @@ def save_tiny_image_model(model: Any, path: Path) -> None:
 
 
 def picture_message(item: TaskItem) -> Message:
-    """Return the message of an item with a picture, ``metadata["image_url"]``: the picture, then the prompt.
+    """Return the message of an item: its picture, ``metadata["image_url"]``, then the prompt.
 
-    Raises `ConfigError` if it has none.
+    Raises `ConfigError` if the item has no picture.
     """
     url = item.metadata.get("image_url")
     if not isinstance(url, str):
@@ -146,11 +146,11 @@ def warm_start_on_images(
     learning_rate: float = 3e-3,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Imitate answers to pictures for ``num_steps`` steps; for a ``wrong_fraction`` of them, the answer belongs to
-    another picture.
+    """Imitate answers about pictures for ``num_steps`` steps. A ``wrong_fraction`` of the answers belong to other
+    pictures.
 
-    Items come from the far end, which a run never reaches. The result depends only on the seed and the machine's
-    arithmetic. Raises `ConfigError` for an item without a picture or an answer.
+    Items come from the far end of the task, which a run never reaches. The result depends only on the seed and the
+    machine's arithmetic. Raises `ConfigError` for an item without a picture or an answer.
     """
     rng = random.Random(seed)
     processor = tiny_processor()
