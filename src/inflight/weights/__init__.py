@@ -1,1 +1,1 @@
-"""Weight movement: manifest and buckets, transports, the endpoint's state machine, and publishing."""
+"""Movement of weights: manifests and buckets, transports, the endpoint's state machine, and publishing."""

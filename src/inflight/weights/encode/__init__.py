@@ -1,1 +1,1 @@
-"""The bytes of weights: buckets, encodings, checksums, and the memory that they pass through."""
+"""Weights as bytes: buckets, encodings, checksums, and the memory that weights pass through."""

@@ -1,22 +1,22 @@
 """The bytes of a bucket: how tensors are packed, encoded and decoded, and their checksums.
 
-Packed tensors lie one after another, row-major, without gaps. An encoding turns these bytes into fewer bytes for the
-transfer, and back: ``bfloat16`` and ``float8`` round weights of wider dtypes. Shape and dtype alone decide which
-tensors are rounded: ``bfloat16`` rounds float32 and float64, ``float8`` rounds all tensors but vectors (norms, biases).
-All other tensors are sent unchanged. The endpoint loads the rounded values in the manifest's dtype. ``delta`` needs a
-base, and is therefore in `inflight.weights.encode.delta`.
+Packed tensors follow one another, row-major, without gaps. An encoding turns these bytes into fewer bytes for the
+transfer, and decoding restores tensors from them: ``bfloat16`` and ``float8`` round weights of wider dtypes. Shape and
+dtype alone decide which tensors are rounded: ``bfloat16`` rounds float32 and float64, and ``float8`` rounds all tensors
+except vectors (norms, biases). All other tensors are sent unchanged. The endpoint loads the rounded values in the
+manifest's dtype. ``delta`` needs a base, and is therefore in `inflight.weights.encode.delta`.
 
-The checksum of bytes on the host is XXH3-128. The checksum of bytes sent from GPU to GPU is computed on the device,
-with the same result on any device. The bytes, padded with zeros, are little-endian 64-bit words w(0), w(1), ... Modulo
-2^64, the device adds up each row of 4096 words and, for each residue modulo 4099, all words whose index has that
-residue. The checksum is the XXH3-128 of the number of bytes and of the sums for rows and residues, which are few enough
-for the host.
+The checksum of bytes on the host is their XXH3-128. The checksum of bytes sent from GPU to GPU is computed on the
+device, and does not depend on the kind of device. The bytes, padded with zeros, are treated as little-endian 64-bit
+words w(0), w(1), ... The device computes sums modulo 2^64: one for each row of 4096 successive words, and one for each
+residue modulo 4099, over all words whose index has that residue. The checksum is the XXH3-128 of the number of bytes
+and of these sums, which are few enough for the host.
 
 The sums always differ after
-- any change of words within 32 KiB, and so after any flipped bit: 4096 words in succession have different residues;
-- any exchange of two unequal words: words of one residue are in different rows;
-- any exchange of two unequal blocks of up to 4096 words, unless a multiple of 4099 words lies between their
-  beginnings: 4099 is a prime, so a difference of blocks that moved by another distance never cancels.
+- any change within 4096 successive words (32 KiB), such as a flipped bit, because these words have different residues;
+- any swap of two unequal words, because words with the same residue are in different rows;
+- any swap of two unequal blocks of up to 4096 words, unless the distance between their beginnings is a multiple of 4099
+words: because 4099 is a prime, the effects of the swap cannot cancel at any other distance.
 
 Other damage is missed only if it leaves every one of these sums unchanged. No checksum of this kind authenticates the
 sender.
@@ -43,12 +43,13 @@ _PREFIX = "sums64:"
 _ROW = 4096
 _PRIME = 4099
 _NUM_ROWS = {"cpu": 64, "cuda": 512}
-"""Number of rows that are added up at a time: few enough for a cache, because each byte is read twice; many enough for
-a GPU, where each of the two passes is one kernel. The number does not affect the sums."""
+"""Number of rows that are added up at a time: few enough to fit in a cache, because each byte is read twice, and enough
+to occupy a GPU, where each of the two passes is one kernel. The number does not affect the sums.
+"""
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of the tensors one after another, uint8 [sum of sizes]; no copy if they are already adjacent."""
+    """Return the concatenated bytes of the tensors, uint8 [sum of sizes]; not a copy if they are already adjacent."""
     joined = _adjacent_view([tensor for tensor in tensors if tensor.nbytes])
     if joined is not None:
         return joined
@@ -56,7 +57,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def pack_into(target: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write the bytes of the tensors one after another to the beginning of ``target``, uint8: one copy."""
+    """Write the concatenated bytes of the tensors to the beginning of ``target``, uint8, with a single copy."""
     joined = _adjacent_view([tensor for tensor in tensors if tensor.nbytes])
     start = 0
     for flat in _flats(tensors) if joined is None else [joined]:
@@ -65,7 +66,7 @@ def pack_into(target: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def unpack(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Return the tensors that `pack` joined: views, except where a mix of dtypes misaligned one."""
+    """Return the tensors that `pack` joined. They are views, except where a mix of dtypes misaligns a tensor."""
     tensors, offset = [], 0
     for spec in specs:
         dtype = getattr(torch, spec.dtype)
@@ -78,7 +79,8 @@ def unpack(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor
 
 
 class Packer:
-    """Packs buckets before they are sent, alternating between two buffers: one is filled while the other is being sent.
+    """Packs buckets before they are sent. It alternates between two buffers, so that one is filled while the other is
+    sent.
 
     The buffers are kept, because allocating fresh pages takes longer than the copy itself.
     """
@@ -87,7 +89,9 @@ class Packer:
         self._buffers: list[torch.Tensor | None] = [None, None]
 
     def pack_bucket(self, bucket: WeightBucket) -> WeightBucket:
-        """Return the same bucket with its tensors in one buffer, valid until the second call after this one."""
+        """Return the same bucket with its tensors in one buffer, which is valid until the second call after this
+        one.
+        """
         size_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
         if _adjacent_view(bucket.tensors) is not None or not size_bytes:
             return bucket
@@ -96,7 +100,9 @@ class Packer:
         return replace(bucket, tensors=tuple(unpack(flat, bucket.specs)))
 
     def reserve(self, index: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for a bucket, uint8 [at least size_bytes], valid until the second call after this one."""
+        """Return memory for a bucket, uint8 [at least size_bytes], which is valid until the second call after
+        this one.
+        """
         buffer = self._buffers[index % 2]
         if buffer is None or buffer.numel() < size_bytes or buffer.device != device:
             buffer = self._buffers[index % 2] = torch.empty(size_bytes, dtype=torch.uint8, device=device)
@@ -108,7 +114,7 @@ def _flats(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _adjacent_view(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return the tensors' bytes as one view, or None if they are not adjacent in one storage."""
+    """Return the tensors' bytes as one view, or None if the tensors are not adjacent in one storage."""
     if not tensors:
         return None
     if len(tensors) == 1:
@@ -134,7 +140,7 @@ def encode(tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec], roundin
 
 
 def decode(encoding: Encoding, payload: torch.Tensor, specs: Sequence[TensorSpec]) -> torch.Tensor:
-    """Return the bytes of the tensors one after another, uint8; ``payload`` itself if nothing was encoded.
+    """Return the concatenated bytes of the tensors, uint8; this is ``payload`` itself if nothing was encoded.
 
     Raises `TransferError` if the payload does not have the length that the specs imply.
     """
@@ -154,7 +160,7 @@ def decode(encoding: Encoding, payload: torch.Tensor, specs: Sequence[TensorSpec
 
 
 def encoded_size(specs: Sequence[TensorSpec], encoding: Encoding) -> int:
-    """Return the encoded size of these tensors in bytes, which is the same on both sides."""
+    """Return the encoded size of these tensors in bytes, which sender and receiver compute alike."""
     return sum(_encoded_size(spec, encoding) for spec in specs)
 
 
@@ -195,7 +201,7 @@ def checksum(flat: torch.Tensor, places: bytes = b"") -> str:
     """Return the XXH3-128 of ``places`` and the bytes as 32 hexadecimal digits; uint8 [size], contiguous, any device.
 
     The checksum detects corruption in transit; it does not authenticate the sender. Bytes on the host are not copied,
-    and other threads can run meanwhile. Raises `TransferError` for a tensor without bytes.
+    and other threads can run in the meantime. Raises `TransferError` for a tensor without bytes.
     """
     digest = xxhash.xxh3_128(places)
     digest.update(to_host(flat).numpy().data)
@@ -214,7 +220,7 @@ def to_host(flat: torch.Tensor) -> torch.Tensor:
 
 
 def require_bytes(flat: torch.Tensor) -> None:
-    """Raise `TransferError` for a tensor without bytes, as `to_host` does, without a copy."""
+    """Raise `TransferError` for a tensor without bytes, as `to_host` does. Copies nothing."""
     if flat.is_meta or type(flat) is not torch.Tensor:
         raise _unreadable_error(flat)
 
@@ -225,7 +231,7 @@ def _unreadable_error(flat: torch.Tensor) -> TransferError:
 
 
 def checksum_as(announced: str, flat: torch.Tensor, places: bytes = b"") -> str:
-    """Return the checksum of ``places`` and the bytes, uint8 [size], of the announced kind.
+    """Return the checksum of ``places`` and the bytes, uint8 [size]. It is of the same kind as ``announced``.
 
     Raises the same errors as `sums64`.
     """
@@ -245,7 +251,7 @@ def sums64(flat: torch.Tensor, places: bytes = b"") -> str:
 
 
 def _sums(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sums of the rows, the last of which may be short, and the sums of the residues, int64."""
+    """Return the sums for rows, of which the last may be short, and for residues, as int64."""
     num_words, num_odd_bytes = divmod(flat.numel(), 8)
     last = torch.zeros(8, dtype=torch.uint8, device=flat.device)
     last[:num_odd_bytes] = flat[8 * num_words :]
@@ -279,10 +285,10 @@ def encode_bucket(
     on_device: bool = False,
     places: bytes = b"",
 ) -> WeightBucket:
-    """Return a bucket ready to send: packed, encoded, and with the checksum of its bytes.
+    """Return a bucket that is ready to send: packed, encoded, and with the checksum of its bytes.
 
-    ``payload`` (uint8 [size]) holds bytes that are already encoded, such as a delta's. The bytes move to the host,
-    unless ``on_device`` leaves them where they are, and their checksum is then computed there. ``places`` specifies
+    ``payload`` (uint8 [size]) contains bytes that are already encoded, such as those of a delta. The bytes are moved to
+    the host. With ``on_device``, they stay where they are, and their checksum is computed there. ``places`` specifies
     where a part of a bucket belongs. Raises `TransferError` for tensors without bytes.
     """
     if payload is None:
@@ -304,7 +310,7 @@ def sent_bytes(bucket: WeightBucket) -> SentBytes:
 
 
 def bucket_transfer(bucket: WeightBucket, ref: UpdateRef, timeout_s: float) -> BucketTransfer:
-    """Return the message that asks an endpoint to receive an encoded bucket, or the parts of all ranks."""
+    """Return the message that asks an endpoint to receive an encoded bucket, or its parts from all ranks."""
     own = sent_bytes(bucket)
     sent = {"parts": (own, *bucket.others)} if bucket.others else own.model_dump()
     return BucketTransfer(**ref.model_dump(), bucket_index=bucket.index, timeout_s=timeout_s, **sent)

@@ -1,4 +1,4 @@
-"""Buckets: whole tensors in manifest order, cut to a size."""
+"""Buckets: whole tensors in manifest order, grouped up to a size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 
 
 def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> tuple[BucketSpec, ...]:
-    """Return buckets that cover the tensors in order, each at most ``bucket_bytes`` bytes or a single larger tensor."""
+    """Return buckets that cover the tensors in order. A bucket has at most ``bucket_bytes``, or one larger tensor."""
     buckets: list[BucketSpec] = []
     start, size_bytes = 0, 0
     for i, spec in enumerate(specs):
@@ -30,7 +30,7 @@ def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> s
     """Return why the expected tensors cannot be loaded from a manifest, or None if they can.
 
     The order may differ; names, shapes and dtypes may not. Frozen tensors are not sent, but must also be expected. A
-    LoRA must fit its modules. The text names up to five tensors of each kind.
+    LoRA must fit its modules. The text names up to five tensors for each kind of difference.
     """
     if manifest.lora is not None:
         return lora_difference({spec.name: spec.shape for spec in expected}, manifest)
@@ -55,7 +55,7 @@ def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> s
 def refuse_stray(bucket: WeightBucket, ref: UpdateRef | None) -> None:
     """Raise `TransferError` if a bucket does not belong to the update being sent.
 
-    An abandoned call of the previous update may arrive late, when a different group is already in use.
+    An abandoned call from the previous update may arrive late, when a different group is already in use.
     """
     if bucket.ref is not None and bucket.ref != ref:
         raise TransferError(

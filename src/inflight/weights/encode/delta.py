@@ -1,4 +1,4 @@
-"""Deltas: the elements of a bucket that differ from a base, as a payload much smaller than the bucket.
+"""Deltas: the elements of a bucket that differ from a base, in a payload much smaller than the bucket.
 
 A delta records where elements changed and their new values ("overwrite", not XOR), so applying it twice has the same
 effect as applying it once. Elements are compared and sent as bits, so NaNs, negative zeros and every dtype are
@@ -6,14 +6,14 @@ transferred exactly. The caller must know that both sides hold the same base.
 
 Payload, little-endian, all fixed-size fields before all compressed data:
 
-    header      magic, edition, number of runs, bytes of the bucket
-    per run     itemsize, elements, changed elements, length of its gaps, and the stored size of each of its planes
+    header      magic, format version, number of runs, size of the bucket in bytes
+    per run     itemsize, number of elements, of changed elements and of gap values; stored size of each plane
     planes      per run: low bytes of the gaps, high bytes of the gaps, then byte 0, byte 1 ... of the changed elements
 
-A gap is the number of unchanged elements before a changed element. A gap of 65535 or more is written as its quotient
-by 65535, as that many values 65535, then the remainder. A plane is a Zstandard frame, or the raw bytes where a frame
-would not be smaller. Bytes of equal meaning lie side by side because the exponents of weights compress and their
-mantissas do not.
+A gap is the number of unchanged elements before a changed element. A gap of 65535 or more is divided by 65535: it is
+written as one value 65535 for each unit of the quotient, then the remainder. A plane is a Zstandard frame, or the raw
+bytes if a frame would not be smaller. Bytes with the same meaning are stored together because the exponents of weights
+compress well and their mantissas do not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from inflight.errors import TransferError
 from inflight.wire import DTYPE_SIZES, TensorSpec, UpdateRef, WeightUpdate
 
 DEFAULT_MAX_SHARE = 0.25
-"""Maximum share of a bucket's bytes that may change; beyond it, sending the whole bucket is better."""
+"""Maximum share of a bucket's bytes that may change. Beyond it, the whole bucket is sent."""
 
 _MAGIC = b"IFDL"
 _EDITION = 1
@@ -52,7 +52,7 @@ Elements = NDArray[np.unsignedinteger[Any]]
 
 
 class ElementRun(NamedTuple):
-    """Consecutive elements of one size in a bucket."""
+    """Consecutive elements of the same size in a bucket."""
 
     itemsize: int
     num_elements: int
@@ -79,7 +79,7 @@ class Patch:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the bucket to which the patch applies."""
+        """Size in bytes of the bucket to which the patch applies."""
         return sum(part.run.size_bytes for part in self.parts)
 
     @property
@@ -104,7 +104,7 @@ class Patch:
 
 
 def element_runs(specs: Sequence[TensorSpec]) -> tuple[ElementRun, ...]:
-    """Return the runs of equal itemsize that the tensors of a bucket form, one after another."""
+    """Return the runs of equal itemsize that the concatenated tensors of a bucket form."""
     sized = [ElementRun(DTYPE_SIZES[spec.dtype], spec.num_elements) for spec in specs]
     return tuple(
         ElementRun(itemsize, sum(run.num_elements for run in runs))
@@ -120,8 +120,8 @@ def find_changes(
 ) -> Patch | None:
     """Return the patch that makes ``base_flat`` equal to ``new_flat``, or None if it is too large to be worth sending.
 
-    Too large is more than ``max_share`` of the bytes; the search stops as soon as this is certain. Both are uint8 [size
-    of the runs], contiguous, on the CPU, and neither is written.
+    A patch is too large if more than ``max_share`` of the bytes change; the search stops as soon as this is certain.
+    Both tensors are uint8 [size of the runs], contiguous, on the CPU, and neither is modified.
     """
     if new_flat.numel() != sum(run.size_bytes for run in runs):
         raise _wrong_sizes(new_flat.numel(), base_flat, runs)
@@ -179,7 +179,7 @@ def decode_delta(payload: torch.Tensor, runs: Sequence[ElementRun]) -> Patch:
     """Return the patch in the payload, fully validated: writing it to a bucket of these runs cannot fail.
 
     Raises `TransferError` for a payload that is damaged or truncated, has a different format version, or is for a
-    different layout. Whatever the payload claims, the runs bound what is allocated: 64 bytes per element.
+    different layout. Whatever the payload claims, at most 64 bytes are allocated per element of the runs.
     """
     data: Bytes = payload.numpy()
     head_bytes = _HEADER.size + sum(_RUN.size + _SIZE.size * (_GAP_BYTES + run.itemsize) for run in runs)
@@ -214,7 +214,7 @@ class _RunPlan(NamedTuple):
 
     @property
     def raw_bytes(self) -> tuple[int, ...]:
-        """Bytes of each plane before compression."""
+        """Size in bytes of each plane before compression."""
         return (self.num_gaps,) * _GAP_BYTES + (self.num_changed,) * self.run.itemsize
 
 
@@ -254,8 +254,8 @@ def _differing_indices(new: Elements, base: Elements, differs: NDArray[np.bool_]
 
     Overwrites ``differs``, whose length is a multiple of eight.
 
-    It finds groups of eight elements first and then the elements within them, because NumPy finds dense elements faster
-    than sparse ones.
+    The search first finds groups of eight elements, and then the elements within them, because NumPy finds dense
+    elements faster than sparse ones.
     """
     np.not_equal(new, base, out=differs[: new.size])
     num_groups = -(-new.size // 8)
@@ -271,7 +271,7 @@ def _differing_indices(new: Elements, base: Elements, differs: NDArray[np.bool_]
 
 
 def _elements(flat: torch.Tensor, run: ElementRun, offset: int) -> Elements:
-    """Return the run's elements as unsigned integers: a view, misaligned where a mix of dtypes makes it so."""
+    """Return a view of the run's elements as unsigned integers; it may be misaligned because of a mix of dtypes."""
     view: Elements = flat.numpy()[offset : offset + run.size_bytes].view(f"<u{run.itemsize}")
     return view
 
@@ -289,7 +289,9 @@ def _gaps(indices: NDArray[np.int64]) -> Elements:
 
 
 def _indices(gaps: Elements, plan: _RunPlan) -> NDArray[np.int64]:
-    """Return the indices of the changed elements, ascending. Rejects gaps that lead outside the run."""
+    """Return the indices of the changed elements, ascending. Raises `TransferError` for gaps that lead outside
+    the run.
+    """
     is_change = gaps != _ESCAPE
     if np.count_nonzero(is_change) != plan.num_changed or (gaps.size and not is_change[-1]):
         raise _refusal(f"its gaps do not describe {plan.num_changed} changes")
@@ -315,7 +317,7 @@ def _join_planes(planes: Sequence[Bytes], itemsize: int) -> Elements:
 
 
 def _compress(plane: Bytes) -> Bytes:
-    """Return the plane as a frame, or unchanged if a frame would not be smaller."""
+    """Return the plane as a Zstandard frame, or unchanged if a frame would not be smaller."""
     frame = zstandard.ZstdCompressor(level=_LEVEL).compress(plane.data)
     return np.frombuffer(frame, np.uint8) if len(frame) < plane.size else plane
 
@@ -344,7 +346,7 @@ def _refusal(what: str) -> TransferError:
 
 
 class Snapshot:
-    """The publisher's base of the next delta: the bytes of every bucket of one update, on the host.
+    """The publisher's base for the next delta: the bytes of every bucket of one update, on the host.
 
     Encoding the next update advances the snapshot bucket by bucket, so it is unusable if that update fails.
     """
@@ -356,7 +358,9 @@ class Snapshot:
 
     @property
     def ref(self) -> UpdateRef | None:
-        """The update that every endpoint applied and whose weights the snapshot holds completely; None without one."""
+        """The update that every endpoint has applied and whose weights the snapshot holds completely; None if there is
+        none.
+        """
         return self._ref
 
     def is_cut_as(self, update: WeightUpdate) -> bool:
@@ -365,7 +369,9 @@ class Snapshot:
         return mine is not None and (mine.buckets, mine.manifest) == (update.buckets, update.manifest)
 
     def begin(self, update: WeightUpdate) -> None:
-        """Accept the buckets of ``update`` from now on; they are a delta to the snapshot if that is its base."""
+        """Accept the buckets of ``update`` from now on. They are encoded as deltas if the snapshot is the update's
+        base.
+        """
         if update.base is None:
             self._flats = {}
         self._ref, self._update = None, update
@@ -375,7 +381,7 @@ class Snapshot:
 
         The snapshot then holds the new bytes.
 
-        The tensors may be the trainer's own: they are only read.
+        The tensors may be the trainer's own, because they are only read.
         """
         size_bytes = sum(tensor.nbytes for tensor in tensors)
         held = self._flats.get(index)
@@ -397,5 +403,5 @@ class Snapshot:
         return self._flats[index]
 
     def note_applied(self, ref: UpdateRef) -> None:
-        """Record that every endpoint applied and kept the update that was begun last."""
+        """Record that every endpoint has applied and kept the update that was begun last."""
         self._ref = ref

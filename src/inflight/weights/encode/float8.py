@@ -1,18 +1,19 @@
 """Float8 on the wire: tensors as e4m3 values with one scale for every 128 elements of a row.
 
-A scale is the smallest power of two s with a <= 448 s, where a is the largest magnitude of its block and 448 that of
-float8_e4m3fn. The scale is 1 for a block of zeros and never below 2**-124. Multiplying with a power of two is exact, so
-rounding to float8, to nearest and ties to even, is the only rounding, and a decoded tensor that is encoded again
-decodes to itself (with s = a / 448 it would not: neither that quotient nor its products are exact). For an element x:
+A scale is the smallest power of two s with a <= 448 s, where a is the largest magnitude in its block and 448 is the
+largest number in float8_e4m3fn. The scale is 1 for a block of zeros, and never below 2**-124. Multiplication by a power
+of two is exact, so the only rounding is the conversion to float8 (to nearest, ties to even). A decoded tensor that is
+encoded again therefore decodes to itself. With s = a / 448, it would not, because neither that quotient nor its
+products are exact. For an element x:
 
     |decoded - x| <= max(|x| / 16, s / 1024),    s < a / 224 unless s = 2**-124
 
-e4m3 has 3 bits after the leading one: from one power of two to the next, numbers are spaced by 1/8 of the lower power,
-and rounding is off by at most half of that, 1/16. Below 2**-6 s, they are spaced by 2**-9 s, and half of that is s /
-1024.
+e4m3 has 3 bits after the leading one. Between two successive powers of two, numbers are therefore spaced by 1/8 of the
+lower power, and the rounding error is at most half of that, 1/16. Below 2**-6 s, they are spaced by 2**-9 s, and half
+of that is s / 1024.
 
-Payload: the values row-major, one byte each; zeros up to
-a multiple of four bytes; the scales, float32, row-major over rows and the blocks of a row.
+Payload: the values, row-major, one byte each; padding with zeros to a multiple of four bytes; the scales, float32,
+row-major over rows and the blocks of a row.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from inflight.errors import NonFiniteError, TransferError
 
 BLOCK = 128
-"""Consecutive elements of the last dimension that share a scale; the last block of a row may have fewer."""
+"""Number of consecutive elements of the last dimension that share a scale. The last block of a row may have fewer."""
 
 _MIN_EXPONENT = -124  # of a scale: the smallest value it gives, 2**-9 * 2**-124, is still a bfloat16 number
 _MAX_EXPONENT = 120  # scales the largest float32 number to less than 448
@@ -36,7 +37,7 @@ _CHUNK_ELEMENTS = 1 << 18  # encoded or decoded at a time: intermediate results 
 
 
 def payload_size(shape: Sequence[int]) -> int:
-    """Return the payload's size in bytes for a tensor of this shape, whatever its dtype; a multiple of four."""
+    """Return the payload size in bytes for a tensor of this shape and any dtype; it is a multiple of four."""
     num_rows, num_columns = _rows_and_columns(shape)
     return _scales_offset(shape) + _SCALE_BYTES * num_rows * -(-num_columns // BLOCK)
 
@@ -67,11 +68,11 @@ def encode_float8(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def decode_float8(payload: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor of a payload in ``dtype``, float32, bfloat16 or float16, on the payload's device.
+    """Return the tensor of a payload in ``dtype`` (float32, bfloat16 or float16), on the payload's device.
 
-    float32 and bfloat16 hold the encoded values exactly; float16 rounds magnitudes below 2**-14. Values too large for
-    the dtype become its maximum. Raises `TransferError` for a payload of a different size, for a scale that is not a
-    positive normal number, and for a NaN.
+    float32 and bfloat16 represent the encoded values exactly; float16 rounds magnitudes below 2**-14. Values too large
+    for the dtype become its maximum. Raises `TransferError` for a payload of a different size, for a scale that is not
+    a positive normal number, and for a NaN.
     """
     if payload.numel() != payload_size(shape):
         raise _refusal(
@@ -122,29 +123,29 @@ def _chunks(num_rows: int, num_columns: int) -> Iterator[slice]:
 
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:
-    """Return [rows, columns] as [rows, blocks, BLOCK], the last block padded with zeros."""
+    """Return [rows, columns] as [rows, blocks, BLOCK], with each row's last block padded with zeros."""
     num_missing = -rows.shape[1] % BLOCK
     whole = F.pad(rows, (0, num_missing)) if num_missing else rows
     return whole.reshape(whole.shape[0], -1, BLOCK)
 
 
 def _exponents(magnitudes: torch.Tensor) -> torch.Tensor:
-    """Return the smallest k with magnitude <= 448 * 2**k, 0 for magnitude 0, int32; 448 is 0.875 * 2**9."""
+    """Return the smallest k with magnitude <= 448 * 2**k (0 for magnitude 0), int32. 448 is 0.875 * 2**9."""
     mantissas, exponents = torch.frexp(magnitudes)
     smallest = exponents - 9 + (mantissas > 0.875).int()
     return torch.where(magnitudes == 0, 0, smallest.clamp(_MIN_EXPONENT, _MAX_EXPONENT))
 
 
 def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return 2**exponent as float32, from its bits: exact on every device, for exponents of normal numbers."""
+    """Return 2**exponent as float32, made from its bits: exact on every device for exponents of normal numbers."""
     return ((exponents + 127) << 23).view(torch.float32)
 
 
 def _numbers(values: torch.Tensor) -> torch.Tensor:
     """Return the float32 numbers that e4m3 bytes encode.
 
-    Sign, exponent and mantissa move to their places in float16, whose exponent bias is 15 instead of 7. PyTorch's own
-    conversion on the CPU gives the same, several times slower.
+    Sign, exponent and mantissa are moved to their places in float16, whose exponent bias is 15 instead of 7. PyTorch's
+    own conversion on the CPU gives the same result, but is several times slower.
     """
     wide = values.view(torch.int8).to(torch.int16)
     halves = ((wide << 7) & 0x3F80) | (wide & -0x8000)

@@ -1,7 +1,8 @@
-"""LoRAs on the wire: the names of their tensors, and the weights of the model that they change.
+"""LoRAs on the wire: the names of their tensors, and the model's weights that they change.
 
-Names are those that PEFT saves: ``base_model.model.<module>.lora_A.weight`` [r, in] and ``...lora_B.weight`` [out, r]
-change ``<module>.weight`` [out, in]. The tensors themselves are in `inflight.weights.receive.base_weights`.
+The names are those that PEFT uses in files: ``base_model.model.<module>.lora_A.weight`` [r, in] and
+``...lora_B.weight`` [out, r] change ``<module>.weight`` [out, in]. The tensors themselves are in
+`inflight.weights.receive.base_weights`.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _MATRIX = re.compile(r"(?:^|\.)layers\.\d+\.(?!.*\.experts\.).*\.weight$")
 
 
 def lora_names(module: str) -> tuple[str, str]:
-    """Return the names of A and B of the LoRA of one module."""
+    """Return the names of the LoRA matrices A and B of one module."""
     return f"{PREFIX}{module}{_A}", f"{PREFIX}{module}{_B}"
 
 
 def lora_shapes(settings: LoraSettings, model: Path) -> Mapping[str, tuple[int, int]]:
-    """Return the shape of A and B of every target. Raises `ConfigError` for targets that the model does not have."""
+    """Return the shapes of A and B of every target. Raises `ConfigError` for targets that the model does not have."""
     specs = {spec.name.removesuffix(".weight"): spec.shape for spec in tensor_specs_of(model, "float32")
              if len(spec.shape) == 2 and _MATRIX.search(spec.name)}  # fmt: skip
     shapes: dict[str, tuple[int, int]] = {}
@@ -44,9 +45,9 @@ def changed_names(manifest: Manifest) -> list[str]:
 
 
 def lora_difference(shapes: Mapping[str, Sequence[int]] | None, manifest: Manifest) -> str | None:
-    """Return why a LoRA cannot be merged into a model of these tensors, or None if it can.
+    """Return why a LoRA cannot be merged into a model with these tensors, or None if it can.
 
-    ``shapes`` is None if the model's tensors are not known. The text names up to five tensors of each kind.
+    ``shapes`` is None if the model's tensors are not known. The text names up to five tensors for each kind of problem.
     """
     lora = manifest.lora
     assert lora is not None

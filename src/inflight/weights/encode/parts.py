@@ -1,6 +1,6 @@
-"""The parts of a bucket that several senders send: the contents of each part, and its place in the bucket.
+"""The parts of a bucket, each sent by a different sender: their contents and their places in the bucket.
 
-The part of a sender is its boxes of the bucket's tensors, in manifest order, each row-major, without gaps.
+A sender's part consists of its boxes of the bucket's tensors, in manifest order, each row-major, without gaps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from inflight.wire import DTYPE_SIZES, Box, BucketSpec, Manifest, TensorSpec, We
 
 
 def boxes_of(manifest: Manifest, bucket: BucketSpec, sender: int) -> Iterator[tuple[TensorSpec, Box]]:
-    """Yield each box of a bucket that a sender sends, with its tensor, in order."""
+    """Yield the boxes of a bucket that a sender sends, each with its tensor, in order."""
     for index in range(bucket.start, bucket.stop):
         sharding = manifest.shardings[manifest.sharding_of[index]]
         for box in sharding.senders[sender]:
@@ -35,7 +35,7 @@ def part_specs(manifest: Manifest, bucket: BucketSpec, sender: int) -> tuple[Ten
 
 
 def part_of_update(update: WeightUpdate, sender: int) -> WeightUpdate:
-    """Return an update as one of its senders sends it: with buckets of its parts, which may be empty."""
+    """Return an update whose buckets contain only one sender's parts, which may be empty."""
     parts = [part_specs(update.manifest, bucket, sender) for bucket in update.buckets]
     edges = [0, *itertools.accumulate(map(len, parts))]
     buckets = tuple(
@@ -48,15 +48,15 @@ def part_of_update(update: WeightUpdate, sender: int) -> WeightUpdate:
 
 
 def places_of(manifest: Manifest, bucket: BucketSpec, sender: int) -> bytes:
-    """Return where the part of a sender belongs, in a form that both sides compute; the part's checksum begins with it.
+    """Return where a sender's part belongs, as bytes that both sides compute and that the part's checksum includes.
 
-    If the two sides assign a part to different boxes, it therefore counts as damaged.
+    If the two sides assign different boxes to a part, it is therefore treated as damaged.
     """
     return json.dumps([(spec.name, box) for spec, box in boxes_of(manifest, bucket, sender)]).encode()
 
 
 def views_of(flat: torch.Tensor, manifest: Manifest, bucket: BucketSpec, sender: int) -> list[torch.Tensor]:
-    """Return a sender's boxes as uint8 views of a bucket's bytes, with the bytes of elements along the last dimension.
+    """Return uint8 views of a sender's boxes in a bucket; the last dimension counts bytes instead of elements.
 
     ``flat`` is uint8 [bucket.size_bytes].
     """
@@ -77,7 +77,7 @@ def views_of(flat: torch.Tensor, manifest: Manifest, bucket: BucketSpec, sender:
 
 
 def write_part(flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
-    """Write the bytes of a part to its places in a bucket."""
+    """Write the bytes of a part to their places in a bucket."""
     offset = 0
     for view in views:
         view.copy_(flat[offset : offset + view.numel()].view(view.shape))
@@ -85,5 +85,5 @@ def write_part(flat: torch.Tensor, views: Sequence[torch.Tensor]) -> None:
 
 
 def read_part(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a copy of the bytes of a part from its places in a bucket, uint8 [size]."""
+    """Return a copy of the bytes of a part, uint8 [size], from their places in a bucket."""
     return torch.cat([view.reshape(-1) for view in views]) if views else torch.empty(0, dtype=torch.uint8)

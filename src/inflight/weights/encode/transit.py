@@ -1,8 +1,8 @@
-"""The CUDA stream and the host memory for weights in transit, separate from those that an engine uses for sampling.
+"""The CUDA stream and host memory for weights in transit, separate from those that an engine uses for sampling.
 
-There is one weight stream for each device of a process. The host hands over data that arrives on the weight stream:
-`finished_on_weight_stream` returns once the device has finished, and does not wait for other streams. On the CPU every
-operation is synchronous, and these functions do nothing.
+There is one weight stream for each device of a process. Before the host passes on data that arrives on the weight
+stream, `finished_on_weight_stream` waits until the device has finished that stream, but not other streams. On the CPU,
+every operation is synchronous, and these functions do nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 def synchronise_stream(device: torch.device) -> None:
-    """Return once everything that this thread has queued on a device is done."""
+    """Return once the device has finished everything that this thread has queued on it."""
     if (event := record_event(device)) is not None:
         event.synchronize()
 
 
 def synchronise_device(device: torch.device) -> None:
-    """Return once everything that this process has queued on a device is done, on any stream."""
+    """Return once the device has finished everything that this process has queued on any stream."""
     if device.type == "cuda":
         cuda.synchronize(device)
 
@@ -54,7 +54,7 @@ def on_weight_stream(device: torch.device, after: torch.cuda.Event | None = None
 
 @contextlib.contextmanager
 def finished_on_weight_stream(device: torch.device, after: torch.cuda.Event | None = None) -> Iterator[None]:
-    """Run the operations of the body on the weight stream, after the event ``after``; the exit waits for the device."""
+    """Run the operations of the body on the weight stream, after the event ``after``. On exit, wait for the device."""
     with on_weight_stream(device, after):
         yield
         synchronise_stream(device)
@@ -66,10 +66,10 @@ def _stream(device: torch.device) -> Any:
 
 
 class ReusedMemory:
-    """Memory for received tensors, reused once nothing refers to the tensors in it.
+    """Memory for received tensors. It is reused once nothing refers to the tensors in it.
 
-    Allocating fresh pages takes longer than the copy itself. If ``device`` is a GPU, the memory is
-    pinned, so that it is copied there at full speed. Any thread may call it: a thread that was abandoned in an
+    Reuse avoids allocating fresh pages, which takes longer than the copy itself. If ``device`` is a GPU, the memory is
+    pinned, so that it is copied there at full speed. Any thread may call the methods: a thread that was abandoned in an
     earlier update may still be receiving when the next update begins.
     """
 
@@ -79,7 +79,7 @@ class ReusedMemory:
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> torch.Tensor:
-        """Return unreferenced memory, uint8 [size_bytes] on the CPU."""
+        """Return memory that nothing else refers to, uint8 [size_bytes] on the CPU."""
         if size_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         with self._lock:
@@ -90,16 +90,16 @@ class ReusedMemory:
             return block.lend()
 
     def begin(self) -> None:
-        """Return the memory that the last two updates did not need to the system. Call this before each update.
+        """Free the memory that the last two updates did not need. Call this before each update.
 
-        An engine that serves from received tensors returns the memory of one update when it commits the next.
+        An engine that serves from received tensors releases the memory of one update only when it commits the next.
         """
         with self._lock:
             self._blocks = [block for block in self._blocks if block.is_needed()]
 
 
 class _Block:
-    """Memory that is lent to one tensor and its views at a time.
+    """Memory that is lent to one tensor, including its views, at a time.
 
     The tensor's storage holds a numpy array that is a view of the memory, and the array is freed with it.
     """
@@ -120,7 +120,9 @@ class _Block:
         return torch.from_numpy(view)
 
     def is_needed(self) -> bool:
-        """Return whether the memory was taken since the last call, or is or was referenced at the last call."""
+        """Return whether the memory is referenced, has been taken since the last call, or was needed at the last
+        call.
+        """
         before, self._was_needed = self._was_needed, self._was_taken or not self.is_free
         self._was_taken = False
         return before or self._was_needed

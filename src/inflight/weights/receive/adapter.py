@@ -20,13 +20,13 @@ class PausableEngine(Protocol):
     async def pause(self, update: WeightUpdate) -> None:
         """Return once no token is being sampled, as ``update.in_flight`` specifies.
 
-        For a staged update an engine may return at once if its own `apply` pauses, loads and resumes. A failed pause is
-        then a failure of `apply`.
+        For a staged update, this method may return immediately if the engine's own `apply` pauses, loads and resumes. A
+        failed pause is then a failure of `apply`.
 
-        If the update ends meanwhile, this call is cancelled and nothing else is called. Before ``CancelledError``
-        propagates, make sampling continue as if this method had never been called. A pause sent to another thread or
-        process may still be in transit: send the resume after it, through the same queue. While the weights are torn,
-        sampling is already paused, and this method returns at once.
+        If the update ends in the meantime, this call is cancelled and nothing else is called. Before ``CancelledError``
+        propagates, make sampling continue as if this method had never been called. A pause that was sent to another
+        thread or process may still be in transit, so send the resume after it, through the same queue. While the
+        weights are torn, sampling is already paused, and this method returns immediately.
         """
 
     @abstractmethod
@@ -34,9 +34,10 @@ class PausableEngine(Protocol):
         """Switch to the received weights, and resume sampling from ``update.version``.
 
         The weights are the whole model except for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``.
-        The version that labels tokens changes with them and in the same thread: in the engine's thread if it has one,
-        before it samples the first token. `UpdateReceiver.session` reports the new version only after this has
-        returned, which is too late for that label. If this method raises any exception, the weights count as torn.
+        Change the version that labels tokens together with the weights and in the same thread: if the engine has a
+        thread, in that thread, before it samples the first token. `UpdateReceiver.session` reports the new version only
+        after this method has returned, which is too late for the label. If this method raises any exception, the
+        weights are considered torn.
         """
 
     @abstractmethod
@@ -55,16 +56,18 @@ class PausableEngine(Protocol):
 
     @abstractmethod
     async def num_running(self) -> int:
-        """Return the number of running requests, which the error for a drain that does not end in time reports."""
+        """Return the number of running requests, for the error if a drain does not end in time."""
 
 
 class BucketSink(Protocol):
-    """Receives the buckets of an endpoint's updates, in this process or in the engine's own."""
+    """Receives the buckets of an endpoint's updates, in this process or in the engine's."""
 
     @property
     @abstractmethod
     def has_applied(self) -> bool:
-        """Return True from the moment a byte of the open update may be in the model. `begin` resets it to False."""
+        """Return True from the moment at which a byte of the open update may be in the model. `begin` resets it to
+        False.
+        """
 
     @property
     @abstractmethod
@@ -73,7 +76,9 @@ class BucketSink(Protocol):
 
     @abstractmethod
     async def join(self, spec: TransportSpec) -> None:
-        """Join the group that ``spec`` describes; return once all of its ranks have joined. Raises `TransferError`."""
+        """Join the group that ``spec`` describes, and return once all of its ranks have joined. Raises
+        `TransferError`.
+        """
 
     @abstractmethod
     def leave(self) -> None:
@@ -81,7 +86,7 @@ class BucketSink(Protocol):
 
     @abstractmethod
     def begin(self, update: WeightUpdate) -> None:
-        """Discard the buckets of an earlier update, and expect those of this one."""
+        """Discard the buckets of any earlier update, and expect those of this one."""
 
     @abstractmethod
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:

@@ -1,6 +1,6 @@
-"""The weights that partial updates need in addition to those that they send.
+"""The weights that partial updates need in addition to those they send.
 
-`BaseWeights` holds the tensors that an update left out, `AdaptedWeights` the base of a LoRA.
+`BaseWeights` provides the tensors that an update omits, and `AdaptedWeights` holds the base of a LoRA.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Named = list[tuple[str, torch.Tensor]]
 class BaseWeights:
     """The tensors that one engine has loaded since it started, by their checkpoint names.
 
-    Tensors that no update has sent are read from its checkpoint in ``directory``. Of all other tensors, only those that
-    an update asked to keep are held here. ``dtype`` is the model's.
+    Tensors that no update has sent are read from its checkpoint in ``directory``. Of the other tensors, only those that
+    an update asked to keep are held here. ``dtype`` is the dtype of the model.
     """
 
     def __init__(self, directory: str, dtype: torch.dtype) -> None:
@@ -34,7 +34,9 @@ class BaseWeights:
         self._loaded: dict[str, torch.Tensor | None] = {}
 
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        """Return the shape of every tensor of the checkpoint. Raises `UpdateRefusedError` if it cannot be read."""
+        """Return the shape of every tensor in the checkpoint. Raises `UpdateRefusedError` if the checkpoint cannot be
+        read.
+        """
         try:
             return {spec.name: spec.shape for spec in tensor_specs_of(self._directory, "float32")}
         except ConfigError as error:
@@ -50,7 +52,9 @@ class BaseWeights:
             )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor as last loaded, in the model's dtype, on the CPU or wherever it was kept."""
+        """Return the most recently loaded value of a tensor, in the model's dtype, on the CPU or wherever it was
+        kept.
+        """
         if name in self._loaded:
             kept = self._loaded[name]
             assert kept is not None  # the caller has called `require`
@@ -84,14 +88,14 @@ def merge_lora(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, lora: LoraS
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLoad:
-    """The effect of an update on the model: the tensors to load, and the base of those that are adapted afterwards."""
+    """The effect of an update on the model: the tensors to load, and the base of those that a LoRA then adapts."""
 
     tensors: Named
     base: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class AdaptedWeights:
-    """The base of the tensors that the current LoRA has changed: a LoRA is always merged into weights without a LoRA.
+    """The base of the tensors that the current LoRA has changed. A LoRA is always merged into weights without a LoRA.
 
     The base is the weights of the last update that was not a LoRA, or of the checkpoint. A LoRA replaces the previous
     LoRA; any other update removes it. Only `note_loaded` changes the base.
@@ -108,8 +112,8 @@ class AdaptedWeights:
     def prepare(self, manifest: Manifest, arrived: Named, present: Callable[[str], torch.Tensor]) -> AdaptedLoad:
         """Return what to load for an update that has arrived. Changes nothing.
 
-        ``present`` returns a tensor of the model that no LoRA has changed, and that loading does not write to. If the
-        current LoRA has changed a tensor and this update does not, the tensor is loaded unchanged without the LoRA.
+        ``present`` returns a tensor of the model that no LoRA has changed, in memory that loading does not write to. If
+        the current LoRA has changed a tensor and this update does not, the tensor's base is loaded.
         """
         base: dict[str, torch.Tensor] = {}
         loads = arrived
@@ -128,5 +132,5 @@ class AdaptedWeights:
         self._base = {name: tensor.to(device) for name, tensor in self._base.items()}
 
     def note_loaded(self, load: AdaptedLoad) -> None:
-        """Record that the model holds the prepared load."""
+        """Record that the model has loaded what `prepare` returned."""
         self._base = load.base

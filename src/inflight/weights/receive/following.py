@@ -1,12 +1,13 @@
-"""Following a stored run: keeping an endpoint at the newest version, or relaying that version to another host.
+"""Following a stored run: keeps an endpoint at the newest version, or relays that version to another host.
 
-A follower makes the same contract calls as a publisher, so the endpoint sees no difference. It skips versions that were
-superseded while an update was under way. It leases the version that it reads, so that the trainer does not remove it in
-the meantime. Even a slow follower therefore makes progress. `inflight.weights.send.storing` is the writing side.
+A follower makes the same contract calls as a publisher, so the endpoint cannot tell the difference. It skips versions
+that were superseded while an update was under way. It leases the version that it reads, so that the trainer does not
+remove that version in the meantime; even a slow follower therefore makes progress. `inflight.weights.send.storing` is
+the writing side.
 
-With a relay, each version crosses the link to its source once, however many servers read it from the relay: those of
-the relay's host through memory, others over HTTP. Readers follow a relay as they would follow the trainer, and a relay
-may follow a relay, so relays make a tree.
+With a relay, each version crosses the link to its source once, regardless of how many servers read it from the relay:
+servers on the relay's host through memory, others over HTTP. Readers follow a relay as they would follow the trainer. A
+relay may follow another relay, so relays can form a tree.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from inflight.weights.transports.pull import PullReceiver
 from inflight.wire import BucketTransfer, DirectorySpec, InFlightPolicy, PullSpec, UpdateRef
 
 FIRST_PAUSE_S = 0.5
-"""Delay between the first failure and the first retry."""
+"""Delay in seconds between the first failure and the first retry."""
 MAX_PAUSE_S = 30.0
 _JOIN_S = 60.0
 """How long, in seconds, an endpoint may take to find the stored versions."""
@@ -47,7 +48,7 @@ _RENEW_S = LEASE_S / 10
 
 
 def store_spec(place: str, run_id: str, token: str | None) -> DirectorySpec | PullSpec:
-    """Return where a run's versions are stored: a directory or a URL. Raises `ConfigError`."""
+    """Return the spec of the place, a directory or a URL, where a run's versions are stored. Raises `ConfigError`."""
     is_url = place.startswith(("http://", "https://"))
     if is_url and token is None:
         raise ConfigError(f"the store at {place} requires a token; write it to a file and pass the name of that file")
@@ -73,7 +74,8 @@ async def follow(
     """Keep an endpoint at the newest stored version, until cancelled.
 
     Each update has ``deadline_s`` seconds. A failed update leaves the endpoint in the state that the contract
-    specifies, and is retried after a pause. ``note`` receives a message for each failure, only once if it repeats.
+    specifies, and is retried after a pause. ``note`` receives a message for each failure, but only once for
+    repetitions.
     """
 
     async def has(ref: UpdateRef) -> bool:
@@ -95,7 +97,7 @@ async def take_each_newest(
     deadline_s: float,
     note: Callable[[str], None],
 ) -> NoReturn:
-    """Call ``take`` with each newest stored version for which ``has`` returns False, until cancelled.
+    """Call ``take`` with the newest stored version whenever ``has`` returns False for it, until cancelled.
 
     The version is leased during the call. Each call has ``deadline_s`` seconds; failures are reported and retried after
     a pause.
@@ -134,7 +136,7 @@ async def take_each_newest(
 
 
 async def _while_held(source: StoredRun, ref: UpdateRef, taking: Coroutine[Any, Any, None]) -> None:
-    """Await ``taking`` while renewing the lease. Raises `TransferError` as soon as the version is removed."""
+    """Await ``taking`` while renewing the version's lease. Raises `TransferError` as soon as the version is removed."""
 
     async def hold() -> None:
         while True:
@@ -157,7 +159,7 @@ async def _update_to(
     in_flight: InFlightPolicy,
     deadline_s: float,
 ) -> None:
-    """Update an endpoint to a stored version. If a call raises, the update is aborted and the error is raised here."""
+    """Update an endpoint to a stored version. If a call fails, the update is aborted and the error is raised."""
     can = await endpoint.capabilities()
     update = stored.update.model_copy(
         update={
@@ -198,9 +200,9 @@ async def relay(
 ) -> NoReturn:
     """Keep a copy of the newest version stored at ``spec`` in ``directory``, until cancelled.
 
-    Every bucket is compared with its checksum before it is stored, and a version becomes visible only when it is
-    complete; the previous version is then removed, unless a reader leases it. Each version has ``deadline_s`` seconds.
-    A failure is reported and retried, and the previous version stays.
+    Every bucket is verified against its checksum before it is stored, and a version becomes visible only when it is
+    complete. The previous version is then removed, unless a reader leases it. Each version has ``deadline_s`` seconds.
+    A failure is reported and the version is retried; the previous version stays.
     """
     sender = FileSender(directory, is_durable=False)
     sender.specs(spec.run_id, [1], deadline_s)
@@ -244,11 +246,11 @@ class StoredRun:
         return await run_abandonable(lambda: self._receiver.latest(timeout_s), "inflight-follow")
 
     async def lease(self, ref: UpdateRef) -> None:
-        """Lease a version, ending the lease on the previous one. Raises `TransferError` if the version was removed."""
+        """Lease a version, and end the lease on the previous one. Raises `TransferError` if the version was removed."""
         await run_abandonable(lambda: self._receiver.lease(ref, self._lease, LEASE_S), "inflight-follow")
 
     async def lease_newest(self, ref: UpdateRef, timeout_s: float) -> UpdateRef:
-        """Lease ``ref``, or the newest version if ``ref`` was removed meanwhile. Return the leased version."""
+        """Lease ``ref``, or the newest version if ``ref`` has been removed. Return the leased version."""
         while True:
             try:
                 await self.lease(ref)
@@ -261,11 +263,11 @@ class StoredRun:
                 return ref
 
     async def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
-        """Return the manifest of a stored version. Raises `TransferError` if the version was removed meanwhile."""
+        """Return the manifest of a stored version. Raises `TransferError` if the version has been removed."""
         return await run_abandonable(lambda: self._receiver.read_manifest(ref, timeout_s), "inflight-follow")
 
     def buckets(self, stored: StoredUpdate, deadline_s: float) -> Iterator[WeightBucket]:
-        """Yield the buckets of a stored version, verified by their checksums. Blocks. Raises `TransferError`."""
+        """Yield the buckets of a stored version, verified against their checksums. Blocks. Raises `TransferError`."""
         ref, deadline = stored.update.ref, time.monotonic() + deadline_s
         self._receiver.begin(ref)
         for announced, bucket in zip(stored.update.buckets, stored.buckets, strict=True):

@@ -1,8 +1,8 @@
-"""The receiving half of an update, shared by every endpoint that receives weights itself.
+"""The receiving half of an update, shared by all endpoints that receive weights themselves.
 
-It combines the state machine, the group that carries buckets, and the lease. Buckets arrive at a `BucketSink`.
-`StagedSink` keeps them here until the commit, so that any failure before it leaves the old weights serving; an
-adapter's own sink lets its engine receive them. A `PausableEngine` pauses, loads and resumes.
+It combines the state machine, the group over which buckets are sent, and the lease. Buckets arrive at a `BucketSink`.
+`StagedSink` keeps them in this process until the commit, so that the old weights are still served after any earlier
+failure; with an adapter's own sink, the engine receives them. A `PausableEngine` pauses, loads and resumes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from inflight.wire import (
 )
 
 _CLOSE_S = 1.0
-"""How long `aclose` waits for an engine that is pausing or applying."""
+"""How long, in seconds, `aclose` waits for an engine that is pausing or applying."""
 
 
 class _UpdateInProgress:
@@ -50,7 +50,7 @@ class _UpdateInProgress:
         return self._opened.is_over
 
     async def outlast(self, call: asyncio.Future[None], what: str) -> None:
-        """Wait for a call of this update; raise its error, or `UpdateAbortedError` if the update ends first."""
+        """Wait for a call of this update. Raises the call's error, or `UpdateAbortedError` if the update ends first."""
         await asyncio.wait([call])
         if self.is_over:
             raise UpdateAbortedError(f"the update to version {self.update.version} {what}")
@@ -62,10 +62,10 @@ class _UpdateInProgress:
 
 
 class UpdateReceiver:
-    """All updates of one endpoint. `ReceivingEndpoint` offers its methods under the names of the contract.
+    """Handles all updates of one endpoint. `ReceivingEndpoint` exposes its methods under the contract's names.
 
-    ``expected`` has the tensors that the engine can load; None means that they are not known here, so the engine itself
-    must check. ``capabilities`` are the endpoint's. An instance belongs to one event loop.
+    ``expected`` lists the tensors that the engine can load. None means that they are not known in this process, so the
+    engine itself must check. ``capabilities`` are those of the endpoint. An instance belongs to one event loop.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class UpdateReceiver:
 
     @property
     def session(self) -> UpdateStateMachine:
-        """State, version and run. Read-only."""
+        """The endpoint's state, version and run. Do not modify it."""
         return self._session
 
     def weight_version(self, *, num_running: int, last_update: UpdateTimings | None) -> WeightVersion:
-        """Return the answer of `InferenceEndpoint.weight_version`; the arguments come from the engine."""
+        """Return the response for `InferenceEndpoint.weight_version`. The arguments come from the engine."""
         session = self._session
         return WeightVersion(
             state=session.state,
@@ -180,7 +180,7 @@ class UpdateReceiver:
         await asyncio.shield(opened.committing)
 
     async def abort(self, ref: UpdateRef) -> None:
-        """Abort the open update, unless it is already being applied; then wait for the commit."""
+        """Abort the open update. If it is already being applied, wait for the commit instead."""
         self._session.forbid(ref)
         opened = self._open
         if opened is None:
@@ -201,7 +201,9 @@ class UpdateReceiver:
         await self._calls.aclose(_CLOSE_S)
 
     def _refuse_unsupported(self, update: WeightUpdate) -> None:
-        """Raise if an update asks for something unsupported, for different senders, or for a base that was not kept."""
+        """Raise if an update needs an unsupported capability, a different number of senders, or a base that was not
+        kept.
+        """
         require(self._capabilities, Needs.of_update(update), "this endpoint")
         if update.manifest.shardings and self._joining is not None:  # without a group, the session refuses it
             num_senders, num_joined = update.manifest.num_senders, 1 + len(self._joining.others)
@@ -252,12 +254,12 @@ class UpdateReceiver:
         return opened
 
     async def _pause_and_apply(self, opened: _UpdateInProgress) -> None:
-        """Pause sampling, as the commit of a staged update does, and apply the received weights."""
+        """Pause sampling for a staged update, and apply the received weights."""
         await self._pause(opened)
         await self._begin_apply(opened)
 
     def _begin_apply(self, opened: _UpdateInProgress) -> asyncio.Future[None]:
-        """Begin to apply. From here on, the update ends only when applying ends."""
+        """Begin to apply an update. From here on, the update ends only when applying ends."""
         self._session.begin_apply(opened.update.ref)
         opened.stop_lease()
         self._applying = self._calls.start(self._apply(opened.update))
@@ -281,12 +283,12 @@ class UpdateReceiver:
         self._sink.note_committed()
 
     async def _wait_until_applied(self) -> None:
-        """Return when no commit is in progress; if none is, without yielding, so that none can begin meanwhile."""
+        """Return when no commit is in progress. If there is none, do not yield, so that none can begin."""
         while self._applying is not None and not self._applying.done():
             await asyncio.wait([self._applying])
 
     async def _end(self, opened: _UpdateInProgress) -> None:
-        """End an update unless it has ended: discard the received buckets, and resume sampling if none was applied."""
+        """End an update unless it has ended: discard the received buckets, and resume sampling if none were applied."""
         if opened.is_over:
             return
         opened.stop_lease()
@@ -327,7 +329,7 @@ class ReceivingEndpoint(Protocol):
 
     @abstractmethod
     async def receiver(self) -> UpdateReceiver:
-        """Return this endpoint's receiver, always the same one. The first call may create it."""
+        """Return this endpoint's receiver, which is always the same object. The first call may create it."""
 
     async def weight_version(self) -> WeightVersion:
         receiver = await self.receiver()

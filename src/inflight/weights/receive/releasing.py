@@ -12,27 +12,27 @@ from inflight.weights.receive.states import UpdateStateMachine
 from inflight.wire import EndpointState
 
 IDLE_S = 10.0
-"""How long the requests of other clients of an engine may take to end before a release is refused."""
+"""How long, in seconds, other clients' requests to an engine may take to end before a release is refused."""
 
 
 class ReleasableEngine(Protocol):
-    """The engine's side of a `MemoryRelease`. Nothing is sampled and no update is open during its calls."""
+    """The engine's side of a `MemoryRelease`. During its calls, nothing is sampled and no update is open."""
 
     @abstractmethod
     async def free_memory(self) -> None:
-        """Release the memory of weights, keys and values, and keep the weights elsewhere.
+        """Release the memory of the weights and the KV cache, and keep the weights elsewhere.
 
-        Raises `BusyError` if a request runs or waits in the engine, and then has changed nothing. After any other error
+        If a request is running or waiting in the engine, raises `BusyError` and changes nothing. After any other error,
         `take_memory` must be able to restore the memory.
         """
 
     @abstractmethod
     async def take_memory(self) -> None:
-        """Reacquire the memory, so that the engine can sample. After an error it may be called again."""
+        """Reacquire the memory, so that the engine can sample. After an error, this may be called again."""
 
 
 class MemoryRelease:
-    """Releases and restores the memory of the engine whose state ``session`` holds.
+    """Releases and restores the memory of an engine, whose state is in ``session``.
 
     Cancelling a call does not cancel the operation.
     """
@@ -44,7 +44,7 @@ class MemoryRelease:
         self._calls = TaskOwner()
 
     async def release(self) -> None:
-        """Refuse requests and updates as soon as this is called.
+        """Release the memory. Requests and updates are refused as soon as this is called.
 
         Raises the errors that `ReleasingEndpoint` specifies.
         """

@@ -1,4 +1,4 @@
-"""The sink of endpoints that receive buckets in this process: it keeps them until the commit."""
+"""The sink of endpoints that receive buckets in this process and keep them until the commit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class StagedSink(BucketSink):
-    """A sink in this process that uses a transport's receiver. ``make_receiver`` creates a receiver for each group.
+    """A sink that receives buckets in this process. ``make_receiver`` creates a transport's receiver for each group.
 
     ``prepare`` is called with all received tensors, in the thread that received the last bucket, so that its work is
     done before sampling is paused. If ``prepare`` raises, `receive` raises the same error.
@@ -47,14 +47,14 @@ class StagedSink(BucketSink):
         return None if self._kept is None else self._kept.ref
 
     def take(self) -> Named:
-        """Return the received tensors, in order; nothing writes to them again.
+        """Return the received tensors in order. Nothing will write to them again.
 
-        Raises `TransferError` after the update ended.
+        Raises `TransferError` if the update has ended.
         """
         return self._arrived().tensors()
 
     def prepared(self) -> Any:
-        """Return the result of ``prepare``. Raises `TransferError` after the update has ended."""
+        """Return the result of ``prepare``. Raises `TransferError` if the update has ended."""
         staging = self._arrived()
         if self._prepared is None or self._prepared[0] is not staging:  # an update without buckets
             assert self._prepare is not None

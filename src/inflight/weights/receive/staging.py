@@ -1,7 +1,7 @@
-"""The staged buckets of one update, held next to the model: received, verified, decoded, and ready to load.
+"""The staged buckets of one update, held in memory next to the model: received, verified, decoded and ready to load.
 
-Staged memory is never written again: an engine may serve from it, and weights that are kept after the commit are the
-base of the next delta, which is patched into a copy.
+Staged memory is never written to again. An engine may serve from it, and weights that are kept after the commit are the
+base of the next delta, which patches a copy of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class KeptWeights:
 
 
 class Staging:
-    """One update as it arrives. ``kept`` comes from an earlier update: a possible base, and memory to reuse."""
+    """An update that is arriving. ``kept`` comes from an earlier update and provides a possible base and memory to
+    reuse.
+    """
 
     def __init__(self, update: WeightUpdate, kept: KeptWeights | None) -> None:
         self.update = update
@@ -54,9 +56,9 @@ class Staging:
     def receive(
         self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]
     ) -> None:
-        """Receive, verify and decode one bucket; blocks.
+        """Receive, verify and decode one bucket. Blocks.
 
-        If it raises `TransferError`, nothing of the bucket is staged.
+        If it raises `TransferError`, no part of the bucket is staged.
         """
         if transfer.parts:
             flat = self._receive_parts(receiver, transfer, bucket)
@@ -79,7 +81,7 @@ class Staging:
         next_bytes: int | None = None,
         places: bytes = b"",
     ) -> torch.Tensor:
-        """Return one sender's part of a bucket, ``raw_bytes`` long when decoded, after comparing its checksum."""
+        """Return one sender's part of a bucket, which has ``raw_bytes`` when decoded, after verifying its checksum."""
         size_bytes = raw_bytes if sent.size_bytes is None else sent.size_bytes
         if sent.encoding == "raw" and size_bytes != raw_bytes:
             raise TransferError(f"bucket {index} has {raw_bytes} bytes, but {size_bytes} were announced")
@@ -111,7 +113,7 @@ class Staging:
         receiver.receive_ahead((payload_spec(size_bytes),), update.lease_s + timeout_s)
 
     def _receive_parts(self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec) -> torch.Tensor:
-        """Return the bytes of a bucket; every sender sends a part, all at the same time."""
+        """Return the bytes of a bucket, of which all senders send their parts at the same time."""
         manifest = self.update.manifest
         assert isinstance(receiver, SeveralReceivers)  # an update of other senders than the group's is refused
         later = self.update.buckets[bucket.index + 1 : bucket.index + 2]
@@ -164,14 +166,14 @@ class Staging:
         return named
 
     def flat(self, index: int) -> torch.Tensor:
-        """Return the bytes of a bucket that has arrived, as its tensors are loaded. Raises `TransferError`."""
+        """Return the decoded bytes of a bucket that has arrived. Raises `TransferError`."""
         with self._lock:
             if self._is_dropped:
                 raise TransferError("the update has ended")
             return self._flats[index]
 
     def keep(self) -> KeptWeights | None:
-        """Return the loaded weights as the base of a later delta, if the update requested to keep them."""
+        """Return the loaded weights as the base of a later delta, if the update asked to keep them."""
         if not self.update.keep:
             return None
         return KeptWeights(

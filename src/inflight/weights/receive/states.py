@@ -1,12 +1,12 @@
 """The state machine of one endpoint's weights: which calls each state allows, and the state after each failure.
 
-`TRANSITIONS` is the complete table; docs/contract.md shows the same one.
+`TRANSITIONS` is the complete table, which docs/contract.md also shows.
 
-Calls of a named session are idempotent: repeated calls have no effect, and calls of an ended session are refused.
-Only the latest incarnation of a run's trainer may call.
+Calls of a named session are idempotent: repeated calls have no effect, and calls of an ended session are refused. Only
+calls from the latest incarnation of a run's trainer are accepted.
 
-It holds no tensors, no clock and no lock: its owner calls it from one thread, does the work of each transition, and
-reports how the work ended.
+The state machine has no tensors, clock or lock. Its owner calls it from one thread, does the work of each transition,
+and reports how the work ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from inflight.weights.encode.lora_tensors import changed_names
 from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec, UpdateRef, WeightUpdate
 
 _NUM_REMEMBERED = 256
-"""How many ended sessions and incarnations of runs are remembered to recognise late calls."""
+"""How many ended sessions and how many runs' incarnations are remembered, to recognise late calls."""
 _RELEASED = "the endpoint's memory is released; call restore_memory to reacquire it"
 
 
@@ -82,7 +82,7 @@ TRANSITIONS: Mapping[tuple[EndpointState, UpdateEvent], EndpointState] = {
     (EndpointState.POISONED, UpdateEvent.REPORTED_TORN): EndpointState.POISONED,
     (EndpointState.POISONED, UpdateEvent.REPORTED_RELEASED): EndpointState.RELEASED,
 }
-"""The state after each event. For a pair that is not listed, the call is refused or has no effect."""
+"""The state after each event. If a pair is not listed, the call is refused or has no effect."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,9 +101,9 @@ class OpenUpdate:
 class UpdateStateMachine:
     """The state of one endpoint's weights, through any number of named sessions.
 
-    ``expected`` has the tensors that its model can load, None if they are not known here.
+    ``expected`` lists the tensors that the endpoint's model can load; None if they are not known in this process.
 
-    A method that raises changes nothing.
+    A method that raises an error changes nothing.
     """
 
     def __init__(self, expected: Sequence[TensorSpec] | None) -> None:
@@ -128,7 +128,7 @@ class UpdateStateMachine:
 
     @property
     def version(self) -> int:
-        """Version served now; meaningless while POISONED."""
+        """The version served now; meaningless while the state is POISONED."""
         return self._served.version
 
     @property
@@ -138,17 +138,17 @@ class UpdateStateMachine:
 
     @property
     def session_id(self) -> str:
-        """Session that sent the served version; empty if it had no name, or there was none."""
+        """Session that sent the served version; empty if it had no name or there was no session."""
         return self._served.session_id if self._served.run_id == self._run_id else ""
 
     @property
     def owner(self) -> str | None:
-        """Run whose updates are accepted, or were accepted last."""
+        """Run whose updates are accepted now, or were accepted most recently."""
         return self._owner
 
     @property
     def incarnation(self) -> int:
-        """Highest incarnation seen of the owner."""
+        """Highest incarnation of the owner that has been seen."""
         return 0 if self._owner is None else self._incarnations.get(self._owner, 0)
 
     @property
@@ -159,7 +159,7 @@ class UpdateStateMachine:
     def num_changes(self) -> int:
         """Number of ended updates, releases and restores.
 
-        If it grows while an engine is asked about its weights, the answer may be outdated.
+        If it increases while an engine is asked about its weights, the answer may be outdated.
         """
         return self._num_changes
 
@@ -170,7 +170,7 @@ class UpdateStateMachine:
     def adopt_report(
         self, version: int, run_id: str | None, *, torn: bool, released: bool = False, session_id: str = ""
     ) -> None:
-        """Adopt the state that an engine reports, which others may change or restart, unless an update is open."""
+        """Adopt the state reported by an engine that others may change or restart, unless an update is open."""
         if self._open is not None or self._is_moving:
             return
         whole_event = UpdateEvent.REPORTED_RELEASED if released else UpdateEvent.REPORTED_WHOLE
@@ -206,7 +206,7 @@ class UpdateStateMachine:
         self._group_run_id = None
 
     def request(self, update: WeightUpdate) -> OpenUpdate:
-        """Open an update. Raises `UpdateRefusedError`, and then changes nothing."""
+        """Open an update. If it is refused, raises `UpdateRefusedError` and changes nothing."""
         if update.run_id == self._group_run_id:
             self.fence(update.run_id, update.incarnation)
         reason = self._reason_to_refuse(update)
@@ -241,7 +241,7 @@ class UpdateStateMachine:
         return opened is not None and opened.is_receiving and transfer.bucket_index == opened.num_received
 
     def begin_bucket(self, transfer: BucketTransfer) -> tuple[BucketSpec, Sequence[TensorSpec]]:
-        """Return the bucket that begins to arrive, and its tensors. Buckets come in order, each once."""
+        """Return the bucket that is about to arrive, and its tensors. Buckets must arrive in order, each once."""
         opened = self._require_open(transfer.ref)
         update = opened.update
         num_parts = update.manifest.num_senders if update.manifest.shardings else 0
@@ -268,7 +268,7 @@ class UpdateStateMachine:
         return bucket, update.manifest.tensors[bucket.start : bucket.stop]
 
     def note_bucket_received(self) -> None:
-        """Record that the last bucket begun has arrived completely."""
+        """Record that the bucket begun last has arrived completely."""
         assert self._open is not None
         assert self._open.is_receiving
         self._open.is_receiving = False
@@ -294,7 +294,8 @@ class UpdateStateMachine:
     def begin_apply(self, ref: UpdateRef) -> None:
         """Record that the update is being applied: from here on, a failure leaves the endpoint POISONED.
 
-        Raises if the update is not open or not complete. Afterwards the owner calls `note_committed` or `abort`.
+        Raises `UpdateRefusedError` if the update is not open or not complete. The owner then calls `note_committed` or
+        `abort`.
         """
         opened = self.require_complete(ref)
         self._take(UpdateEvent.APPLY, f"version {ref.version} cannot be applied: sampling is not paused")
@@ -311,9 +312,9 @@ class UpdateStateMachine:
         self._torn_names = None
 
     def abort(self, *, torn: bool = False) -> None:
-        """End the open update, if any. The old weights are whole if no byte was applied, torn otherwise.
+        """End the open update, if any. The old weights are whole if no byte was applied, and torn otherwise.
 
-        ``torn`` states that an engine which applies bytes as they arrive did so before `begin_apply`.
+        ``torn`` is for an engine that applies bytes as they arrive: it says that this happened before `begin_apply`.
         """
         if self._open is None:
             self._num_changes += 1
@@ -327,7 +328,7 @@ class UpdateStateMachine:
     def begin_release(self) -> None:
         """Record that memory is being released. `note_released` or `note_restored` follows.
 
-        Raises `BusyError` if an update is open, `PoisonedError` if the weights are torn.
+        Raises `BusyError` if an update is open, and `PoisonedError` if the weights are torn.
         """
         self._refuse_torn()
         if self._open is not None:
@@ -345,30 +346,32 @@ class UpdateStateMachine:
         self._is_moving = True
 
     def note_released(self) -> None:
-        """Record that the memory is released, or still is."""
+        """Record that the memory is released, or still released."""
         self._is_moving = False
         self._num_changes += 1
 
     def note_restored(self) -> None:
-        """Record that the endpoint has its memory, whether it was reacquired or could not be released."""
+        """Record that the endpoint has its memory, because it was reacquired or could not be released."""
         self._take(UpdateEvent.RESTORED)
         self._is_moving = False
         self._num_changes += 1
 
     def forbid(self, ref: UpdateRef) -> None:
-        """Refuse any request of this named session from now on: it was aborted, and a late request would reopen it."""
+        """Refuse this named session from now on: it was aborted, and a late request would otherwise reopen it."""
         if ref.session_id:
             self._over.append(ref)
 
     @property
     def is_torn(self) -> bool:
-        """Whether there are no whole weights: an update failed while being applied, and none has replaced it since."""
+        """Whether the weights are torn: an update failed while it was being applied, and no complete update has
+        followed.
+        """
         return self._state is EndpointState.POISONED or (self._open is not None and self._open.was_torn)
 
     def refuse_to_sample(self) -> None:
-        """Raise `PoisonedError` or `ReleasedError` if a request can be sampled neither now nor when a pause ends.
+        """Raise `PoisonedError` or `ReleasedError` if a request can be sampled neither now nor after a pause.
 
-        Applying an update to whole weights does not count: a request that arrives meanwhile waits.
+        While an update is being applied to whole weights, nothing is raised: a request that arrives then waits.
         """
         self._refuse_torn()
         if self._state is EndpointState.RELEASED:
@@ -382,7 +385,9 @@ class UpdateStateMachine:
             )
 
     def _take(self, event: UpdateEvent, refusal: str | None = None) -> None:
-        """Change the state according to the table, or raise; ``refusal`` is the error for an event sent too early."""
+        """Change the state according to the table, or raise an error: ``refusal`` is its text if the event came too
+        early.
+        """
         after = TRANSITIONS.get((self._state, event))
         if after is None and refusal is not None:
             raise UpdateRefusedError(refusal)
@@ -436,7 +441,7 @@ class UpdateStateMachine:
         return None if self._expected is None else manifest_difference(self._expected, update.manifest)
 
     def _makes_whole(self, update: WeightUpdate) -> bool:
-        """Return whether an update that may leave tensors out replaces every tensor that may be torn."""
+        """Return whether an update, which may omit tensors, replaces every tensor that may be torn."""
         if not update.manifest.frozen:
             return True
         sent = {tensor.name for tensor in update.manifest.tensors}
