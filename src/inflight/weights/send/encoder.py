@@ -1,4 +1,4 @@
-"""A rank's encoder: gathered tensors, or the rank's own parts of them, become bytes that are ready to send."""
+"""A rank's encoder: it turns gathered tensors, or the rank's own parts of them, into bytes to send."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.wire import Encoding, UpdateRef, WeightUpdate
 
 
 class BucketEncoder:
-    """Encodes the buckets that ``rank`` sends with ``sender``. ``delta`` sends only changes (see `Snapshot`)."""
+    """Encodes the buckets that ``rank`` sends with ``sender``; with ``delta``, only changes (see `Snapshot`)."""
 
     def __init__(self, sender: WeightSender, *, encoding: Rounding, delta: bool, rank: int = 0) -> None:
         self.encoding: Rounding = encoding
@@ -24,11 +24,11 @@ class BucketEncoder:
 
     @property
     def encodings(self) -> tuple[Encoding, ...]:
-        """The encodings that buckets may have in transit; every endpoint has to support them."""
+        """The encodings that buckets may have in transit. Every endpoint has to support them."""
         return (self.encoding,) if self._snapshot is None else ("delta",)
 
     def base_of(self, update: WeightUpdate) -> UpdateRef | None:
-        """Return the update relative to which this one can be sent as a delta, or None if there is none."""
+        """Return the earlier update that can be the base if this one is sent as a delta, or None if there is none."""
         if self._snapshot is None or not self._snapshot.is_cut_as(update):
             return None
         return self._snapshot.ref
@@ -43,18 +43,18 @@ class BucketEncoder:
             self._snapshot.begin(update)
 
     def note_applied(self, ref: UpdateRef) -> None:
-        """Record that every endpoint applied the update."""
+        """Record that every endpoint has applied the update."""
         if self._snapshot is not None:
             self._snapshot.note_applied(ref)
 
     def forget(self) -> None:
-        """Forget which weights endpoints hold, and leave the buffers to a send that was abandoned."""
+        """Forget which weights the endpoints hold, and leave the buffers to any send that was abandoned."""
         self._packer = Packer()
         if self._snapshot is not None:
             self._snapshot = Snapshot()
 
     def encode(self, bucket: WeightBucket, update: WeightUpdate) -> WeightBucket:
-        """Return a bucket ready to send, valid until the second call after this one."""
+        """Return a bucket that is ready to send. It is valid until the second call after this one."""
         manifest, ref, snapshot = update.manifest, update.ref, self._snapshot
         places = b""
         if manifest.shardings:
@@ -71,7 +71,7 @@ class BucketEncoder:
         return encode_bucket(bucket, ref, encoding="delta", payload=delta, places=places)
 
     def _packed(self, bucket: WeightBucket) -> WeightBucket:
-        """Return a bucket with its tensors packed one after another, in the sender's memory if it provides some."""
+        """Return a bucket with its tensors packed without gaps, in the sender's memory if the sender provides some."""
         size_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
         if (
             isinstance(self._sender, ReservesMemory)

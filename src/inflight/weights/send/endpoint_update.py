@@ -1,4 +1,4 @@
-"""The update of one endpoint, and queries to several endpoints, some of which may not answer."""
+"""Updates one endpoint, and queries several endpoints, some of which may not answer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ T = TypeVar("T")
 ANSWER_S = 2.0
 """How long, in seconds, to wait for an answer that an idle endpoint gives in milliseconds."""
 _CLEAN_UP_S = 3.0
-"""How long an endpoint may take to report what it serves after its update has failed."""
+"""How long, in seconds, an endpoint may take to report what it serves after its update has failed."""
 _RETRY_PAUSES_S = (0.05, 0.2)
-"""Pauses, in seconds, before an unanswered call is repeated. Calls of a named session are idempotent."""
+"""Pauses, in seconds, before an unanswered call is retried. Calls of a named session are idempotent."""
 _FIRST_TOKEN_WAIT_S = 0.05
 _FIRST_TOKEN_POLL_S = 0.002
 
 
 async def wait_for_no_one() -> None:
-    """Return at once, because an endpoint that is updated alone does not wait for others."""
+    """Return immediately, because an endpoint that is updated alone does not wait for others."""
 
 
 def describe_cause(cause: InflightError | None) -> str:
@@ -48,9 +48,9 @@ async def update_endpoint(
     """Update one endpoint, and return what it serves afterwards.
 
     Awaits the barrier ``meet`` twice: after the endpoint has accepted, and after it has received every bucket.
-    ``limit`` ends the attempt at a deadline, which its owner may bring forward. Calls ``on_failure`` as soon as the
-    endpoint has failed, with the cause, or with None if others ended the attempt; ``on_failure`` returns the cause as
-    text. A failed update is aborted.
+    ``limit`` ends the attempt at a deadline, which the owner of ``limit`` may move forward. As soon as the endpoint has
+    failed, this calls ``on_failure`` with the cause, or with None if others ended the attempt; ``on_failure`` returns
+    the cause as text. A failed update is aborted.
     """
     is_asked = is_committing = False
     cause: InflightError | None = None
@@ -126,7 +126,7 @@ async def _abort(endpoint: InferenceEndpoint, ref: UpdateRef) -> WeightVersion:
 
 
 async def wait_for_first_token(endpoint: InferenceEndpoint, ref: UpdateRef, report: EndpointReport) -> EndpointReport:
-    """Return the report of an applied update, with the time of its first token if that follows within milliseconds."""
+    """Return an applied update's report, with the time to its first token if that follows within milliseconds."""
     with contextlib.suppress(TimeoutError, InflightError):
         async with asyncio.timeout(_FIRST_TOKEN_WAIT_S):
             while True:
@@ -149,7 +149,7 @@ def serves(answer: WeightVersion, ref: UpdateRef) -> bool:
 
 
 async def retry_unanswered(call: Callable[[], Awaitable[T]]) -> T:
-    """Return the answer of an idempotent call, repeating the call if no answer comes."""
+    """Return the answer to an idempotent call, retrying the call if there is no answer."""
     for pause_s in _RETRY_PAUSES_S:
         try:
             return await call()
@@ -166,7 +166,7 @@ async def query_endpoint(endpoint: InferenceEndpoint) -> tuple[Capabilities, Wei
 async def query_endpoints(
     calls: Mapping[str, Callable[[], Coroutine[Any, Any, T]]], num_needed: int = 0, timeout_s: float = ANSWER_S
 ) -> dict[str, T | Exception]:
-    """Return what each call returned or raised. Calls that took too long are cancelled and omitted.
+    """Return what each call returned or raised. Calls that take too long are cancelled and omitted.
 
     Each call has `ANSWER_S` seconds. If fewer than ``num_needed`` have answered by then, the others have up to
     ``timeout_s``.

@@ -1,10 +1,10 @@
-"""The members of a fleet: which of them receive a publish, which receive work, and when others are queried again.
+"""The members of a fleet: which of them receive a publish, which receive work, and when the others are queried again.
 
     JOINING -> HEALTHY            a publish was applied
-    HEALTHY -> SUSPECT            no answer in time: left out, and queried once more before the next publish. The first
-                                  query must be answered within two seconds, if enough others answer it
-    HEALTHY -> DEAD               unreachable, or a suspect that stays silent, or its only attempt to join failed,
-                                  or its memory is released
+    HEALTHY -> SUSPECT            no answer in time (within two seconds for the query at the start of a publish, if
+                                  enough others answer it): left out, and queried once more before the next publish
+    HEALTHY -> DEAD               it is unreachable, or a suspect that still does not answer, or its only attempt to
+                                  join failed, or its memory is released
     SUSPECT, DEAD -> JOINING      it answers again: the next publish is its attempt to join
     HEALTHY -> JOINING            it missed a version, or its weights are torn: the next publish repairs it
 
@@ -37,9 +37,9 @@ from inflight.weights.send.ranks import PartSender
 from inflight.wire import Capabilities, EndpointState, InFlightPolicy, Needs, WeightVersion
 
 _NUM_ATTEMPTS = 3
-"""Attempts per publish: losing a member may leave others torn, which another attempt repairs."""
+"""Attempts per publish. When a member is lost, the weights of others may be torn, and another attempt repairs them."""
 _FIRST_PAUSE_S = 1.0
-"""Delay before a dead member is first queried again."""
+"""Delay in seconds before a dead member is first queried again."""
 _MAX_PAUSE_S = 60.0
 _RELEASED = "has released its memory and accepts no update until it is restored: left out of this publish"
 
@@ -54,7 +54,7 @@ class MemberState(StrEnum):
     DEAD = "dead"
     """The member is unreachable, and is queried from time to time."""
     JOINING = "joining"
-    """The member answers, or was never queried, and does not hold the last published version."""
+    """The member answers or was never queried, and it does not hold the last published version."""
 
 
 class StateChange(NamedTuple):
@@ -71,17 +71,17 @@ class _Member:
 
     endpoint: InferenceEndpoint
     url: str | None = None
-    """The URL that named the member; None if it was passed as a connected endpoint."""
+    """The URL by which the member was named; None if it was passed as a connected endpoint."""
     capabilities: Capabilities | None = None
-    """The capabilities in the member's last answer; None before the first answer."""
+    """The capabilities that the member last reported; None before its first answer."""
     state: MemberState = MemberState.JOINING
     backoff: Backoff = field(default_factory=lambda: Backoff(_FIRST_PAUSE_S, _MAX_PAUSE_S))
     has_held: bool = False
     """Whether the member has held a version of this run since it joined."""
     is_taken_over: bool = False
-    """Whether another run has published to the member since then."""
+    """Whether another run has published to the member after that."""
     is_on_trial: bool = False
-    """Whether the member joined for the current publish; if it makes the publish fail, it leaves again."""
+    """Whether the member joined for the current publish. If it makes the publish fail, it is left out again."""
     why: str = ""
 
     @property
@@ -89,7 +89,7 @@ class _Member:
         return self.capabilities is not None and self.state in (MemberState.HEALTHY, MemberState.JOINING)
 
     def mark_dead(self, why: str) -> None:
-        """Leave the member out, and query it again after a pause that grows each time."""
+        """Leave the member out, and query it again after a pause that becomes longer each time."""
         self.state, self.is_on_trial, self.why = MemberState.DEAD, False, why
         self.backoff.next(time.monotonic())
 
@@ -111,11 +111,12 @@ class _Verdict(IntEnum):
 
 
 class Fleet:
-    """The servers that receive publishes, and which of them are healthy.
+    """The servers that receive publishes, with their health.
 
-    Rank 0 has a fleet; other ranks call `take_part`. The fleet begins with the endpoints of ``publisher``, and owns
-    ``publisher`` from then on. ``quorum`` is how many endpoints have to hold each version; None means all endpoints
-    that can be reached, and at least one. ``token`` is for endpoints named by URL. Used from one thread at a time.
+    Rank 0 has a fleet; other ranks call `take_part`. The fleet starts with the endpoints of ``publisher``, and owns
+    ``publisher`` from then on. ``quorum`` is the number of endpoints that have to hold each version; None means all
+    endpoints that can be reached, and at least one. ``token`` is for endpoints named by URL. Use a fleet from one
+    thread at a time.
     """
 
     def __init__(self, publisher: WeightPublisher, *, quorum: int | None = None, token: str | None = None) -> None:
@@ -141,7 +142,7 @@ class Fleet:
 
     @property
     def changes(self) -> tuple[StateChange, ...]:
-        """State changes of the last publish, and members that joined since the previous one."""
+        """The state changes in the last publish, and the members that joined since the publish before it."""
         return self._changes
 
     @property
@@ -150,10 +151,10 @@ class Fleet:
         return tuple(self._notes)
 
     def set_members(self, wanted: Iterable[InferenceEndpoint | str]) -> None:
-        """Set the members from now on: names or URLs, and connected endpoints.
+        """Set the members from now on, given as names, URLs or connected endpoints.
 
         A new member joins with the next publish that it answers. A member that is not named leaves: its requests
-        continue, and it receives no further publish. Raises `ConfigError` for an invalid URL, and then leaves the fleet
+        continue, but it receives no further publishes. If a URL is invalid, raises `ConfigError` and leaves the fleet
         unchanged.
         """
         known = {member.url or name: member for name, member in self._members.items()} | self._members
@@ -176,12 +177,12 @@ class Fleet:
             self._publisher.run(close_all, gone)
 
     def ask_all(self) -> None:
-        """Make the next publish query every member that was left out, even if its pause is not over."""
+        """Make the next publish query every member that was left out, even if its pause is not over yet."""
         for member in self._members.values():
             member.backoff.due_at = 0.0
 
     def close(self) -> None:
-        """Close every connection, and the publisher; servers keep running. Idempotent."""
+        """Close the publisher and every connection. Servers keep running. Idempotent."""
         self.set_members(())
         self._publisher.close()
 
@@ -193,14 +194,14 @@ class Fleet:
         deadline_s: float = 60.0,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     ) -> PublishReport:
-        """Publish the worker's weights to every member that can be reached, including members that have returned.
+        """Publish the worker's weights to every member that can be reached, including members that answer again.
 
-        Rank 0 calls it while every other rank calls `take_part`. Returns the report of the last attempt. If fewer
-        members than the quorum can be reached, the report has not succeeded, no member is healthy, and the next
-        publish queries them again.
+        Rank 0 calls this while every other rank calls `take_part`. Returns the report of the last attempt. If fewer
+        members than the quorum can be reached, the report says that the publish did not succeed, no member is healthy,
+        and the next publish queries all of them again.
 
-        Raises the errors of `publish_weights` if publishing again would not help. `FencedError` means that this trainer
-        was replaced.
+        Raises the errors of `publish_weights` if another attempt would not help. `FencedError` means that this trainer
+        has been replaced.
         """
         report: PublishReport | None = None
         num_failed = 0
@@ -253,8 +254,9 @@ class Fleet:
     def _judge(self, report: PublishReport, *, had_group: bool, may_fail: bool = True) -> bool:
         """Record the outcome of every member. Return whether publishing again to the remaining members may succeed.
 
-        A restarted server refuses whatever is sent to its former group, so a refusal counts only after a new group was
-        formed. A member on trial has one attempt, but an attempt that failed because of silent members does not count.
+        A restarted server refuses everything that is sent to its former group, so a refusal counts only after a new
+        group has been formed. A member on trial has one attempt, but an attempt that failed because other members did
+        not answer does not count.
         """
         silent = {
             e.endpoint
@@ -277,7 +279,7 @@ class Fleet:
         return False if has_anybody_refused and not had_group else may_fail or is_anybody_gone
 
     def _invite(self, in_flight: InFlightPolicy) -> None:
-        """Query the members that do not take part and whose pause is over. Those that answer are on trial."""
+        """Query the members that do not take part and whose pause is over. Those that answer take part on trial."""
         now = time.monotonic()
         due = {n: m for n, m in self._members.items() if not m.takes_part and m.backoff.is_due(now)}
         found: Mapping[str, tuple[Capabilities, WeightVersion] | Exception] = self._publisher.run(
@@ -315,9 +317,10 @@ class Fleet:
         return f"does not support {', '.join(missing.values())}" if missing else None
 
     def _leave_some_out(self, deadline_s: float) -> None:
-        """Leave out members whose memory is released, and if enough others answer at once, those that do not.
+        """Leave out members whose memory is released. If enough others answer promptly, also leave out those that do
+        not.
 
-        They are asked again before the next publish.
+        They are queried again before the next publish.
         """
         present = {name: member for name, member in self._members.items() if member.takes_part}
         calls = {name: member.endpoint.weight_version for name, member in present.items()}
@@ -335,7 +338,7 @@ class Fleet:
             self._notes.append(f"{name} {why}")
 
     def _leave_out_taken_over(self, found: Mapping[str, WeightVersion | Exception]) -> None:
-        """Leave out members that another run has taken over; taking them back would mix the tokens of both runs."""
+        """Leave out members that another run has taken over. Taking them back would mix the tokens of both runs."""
         for name, answer in found.items():
             member = self._members[name]
             if isinstance(answer, WeightVersion) and (problem := self._taken_over(member, answer)):
@@ -343,7 +346,9 @@ class Fleet:
                 self._notes.append(member.why)
 
     def _taken_over(self, member: _Member, serves: WeightVersion) -> str | None:
-        """Return the problem if a member that has held a version of this run now belongs to another run."""
+        """Return the problem if a member that has held a version of this run now belongs to another run, otherwise
+        None.
+        """
         others = {serves.owner_run_id, serves.run_id} - {None, self._publisher.run_id}
         member.is_taken_over = member.has_held and bool(others)
         if not member.is_taken_over:
@@ -378,11 +383,11 @@ def take_part(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     deadline_s: float = 60.0,
 ) -> None:
-    """Gather for each attempt of rank 0's `Fleet.publish`, or send with ``parts``. Every other rank calls it.
+    """Gather, or send with ``parts``, for each attempt of rank 0's `Fleet.publish`. Every other rank calls this.
 
     ``parts`` and ``deadline_s`` are needed if the publisher of rank 0 is sharded.
 
-    The ranks agree in torch's default process group. Raises what gathering raises, and `UpdateError` if the publish
+    The ranks agree over torch's default process group. Raises the errors of gathering, and `UpdateError` if the publish
     failed on another rank.
     """
     verdict = _agree_on_verdict(worker, _Verdict.DONE)
@@ -405,7 +410,7 @@ def _other_rank_error() -> UpdateError:
 
 
 def _agree_on_verdict(worker: WeightSource, verdict: _Verdict) -> _Verdict:
-    """Return the highest verdict of any rank, on every rank."""
+    """Return, on every rank, the highest verdict of any rank."""
     if worker.world_size == 1:
         return verdict
     device = "cpu" if "cpu" in dist.get_backend_config() else "cuda"

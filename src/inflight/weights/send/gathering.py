@@ -1,4 +1,4 @@
-"""Gathering: the message that announces a worker's weights, and each rank's role in publishing or storing them."""
+"""Gathering: the message that announces a worker's weights, and the role of each rank in publishing or storing them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from inflight.weights.encode.parts import part_specs
 from inflight.wire import InFlightPolicy, Manifest, TensorSpec, WeightUpdate
 
 _LEASE_SLACK_S = 5.0
-"""How long after the deadline an endpoint keeps an update open without a call from the publisher."""
+"""How long, in seconds, an endpoint keeps an update open after the deadline without a call from the publisher."""
 _PREPARATION_SHARE = 0.9
-"""Share of the deadline within which endpoints must prepare: a longer drain would leave no time to send the weights."""
+"""Share of the deadline within which endpoints must prepare. A longer drain would leave no time to send the weights."""
 
 
 def weight_update_of(
@@ -34,7 +34,8 @@ def weight_update_of(
 ) -> WeightUpdate:
     """Return the message that announces the worker's current weights as a new session.
 
-    If ``version`` is None, it is the worker's. ``sharded`` announces that every rank sends its own part of each bucket.
+    If ``version`` is None, the worker's version is used. ``sharded`` announces that every rank sends its own part of
+    each bucket.
     """
     specs = tuple(worker.parameter_specs())
     frozen = tuple(worker.frozen_names()) if isinstance(worker, PartialWeightSource) else ()
@@ -64,15 +65,15 @@ def weight_update_of(
 
 
 def gather_only(worker: WeightSource, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:
-    """Take part in the gathering of a version that rank 0 publishes or stores. Every other rank calls it.
+    """Take part in gathering a version that rank 0 publishes or stores. Every other rank calls this.
 
-    ``bucket_bytes`` must equal rank 0's. Raises the errors of gathering.
+    ``bucket_bytes`` must be the same as on rank 0. Raises the errors of gathering.
     """
     gather_rest(worker.gather_weights(plan_buckets(worker.parameter_specs(), bucket_bytes)))
 
 
 def gather_rest(gathered: Iterator[WeightBucket]) -> None:
-    """Gather the remaining buckets, because the other ranks wait for them."""
+    """Gather the remaining buckets, because the other ranks are waiting for them."""
     for _ in gathered:
         pass
 

@@ -1,5 +1,4 @@
-"""A LoRA as a partial update: the weights that it changes, merged by the publisher, for endpoints that do not support
-LoRA.
+"""A LoRA as a partial update: for endpoints that do not support LoRA, the publisher sends the merged weights.
 
 Any `LoraSource` can be merged.
 """
@@ -19,10 +18,10 @@ from inflight.wire import BucketSpec, TensorSpec
 
 
 class MergedLora(PartialWeightSource):
-    """The weights under a LoRA, merged on rank 0; the other ranks gather the LoRA itself with `gather_only`.
+    """The weights that a LoRA changes, merged on rank 0. The other ranks gather the LoRA itself with `gather_only`.
 
-    ``base`` has the weights without the LoRA, ``names`` are all tensors of the model. ``bucket_bytes`` is the bucket
-    size with which the other ranks gather.
+    ``base`` provides the weights without the LoRA. ``names`` are the names of all tensors of the model.
+    ``bucket_bytes`` is the bucket size with which the other ranks gather.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class MergedLora(PartialWeightSource):
 
 
 def _pairs(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, TensorSpec]]:
-    """Yield A and B of each weight, in the order in which the pairs are completed."""
+    """Return A and B of each weight, by its name, in the order in which the pairs are completed."""
     halves: dict[str, dict[str, TensorSpec]] = {}
     pairs = {}
     for spec in specs:
@@ -99,6 +98,6 @@ def _pairs(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, TensorSpe
 
 
 def _weight_of(part: str) -> tuple[str, str]:
-    """Return the name of the weight that one matrix of a LoRA changes, and which matrix it is."""
+    """Return the name of the weight that a matrix of a LoRA changes, and which of the two matrices it is."""
     half = next(half for half in PARTS if part.endswith(half))
     return f"{part.removeprefix(PREFIX).removesuffix(half)}.weight", half

@@ -1,4 +1,4 @@
-"""The weights of a plain module, or its LoRA, as a source of publishes, for loops that have no `TrainerWorker`."""
+"""The weights of a plain module, or its LoRA, as a source of publishes for training loops without a `TrainerWorker`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from inflight.wire import DTYPE_SIZES, BucketSpec, LoraSpec, TensorSpec
 class ModuleWeights(PartialWeightSource):
     """The weights of a module of which every rank has a full copy.
 
-    The owner sets ``version``, adding one after each optimizer step. No copy of the weights is kept; if weights are
-    cast, two buffers of one bucket are kept. Names are those that ``save_pretrained`` writes: wrappers of DDP,
-    accelerate and torch.compile are removed, and tied weights appear once. Endpoints refuse models whose checkpoints
-    store different tensors from their modules (transformers' mixtures of experts).
+    The owner sets ``version``, adding one after each optimizer step. No copy of the weights is kept. If weights are
+    cast, two buffers of the size of a bucket are kept. Names are those that ``save_pretrained`` writes: the prefixes of
+    DDP, accelerate and torch.compile are removed, and tied weights appear once. Endpoints refuse a model if the tensors
+    in its checkpoints differ from those of its module (as for transformers' mixtures of experts).
 
     ``wire_dtype`` (a key of `DTYPE_SIZES`) is the dtype to which weights are cast for the transfer, such as the
-    ``dtype`` of an endpoint's capabilities; None keeps the dtype of each. Raises `ConfigError` for an unknown dtype.
+    ``dtype`` of an endpoint's capabilities; None keeps the dtype of each weight. Raises `ConfigError` for an unknown
+    dtype.
 
     ``skip_frozen`` omits parameters that do not require gradients, and buffers. Endpoints must then support partial
-    updates. A parameter that was sent once is always sent afterwards, even if it is frozen later.
+    updates. A parameter that has been sent once is always sent again, even if it is frozen later.
     """
 
     version: int = 0
@@ -58,7 +59,7 @@ class ModuleWeights(PartialWeightSource):
     def parameter_specs(self) -> Sequence[TensorSpec]:
         """Return the specs of the weights. Raises `UnsupportedError` for sharded or quantised weights.
 
-        Raises `ConfigError` if frozen weights are skipped and all are frozen.
+        Raises `ConfigError` if frozen weights are skipped and all weights are frozen.
         """
         sent = self._published_tensors()
         if not sent:
@@ -73,7 +74,7 @@ class ModuleWeights(PartialWeightSource):
         return [name for name in named_tensors(self._module) if name not in sent]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield the weights; never communicates. Weights that are not cast share the module's memory."""
+        """Yield the weights, without communication. Weights that are not cast share the module's memory."""
         named = list(self._published_tensors().items())
         return gather_named(named, self._wire_dtype, buckets, self._packer, is_sender=self.rank == 0)
 
@@ -92,7 +93,7 @@ def check_wire_dtype(wire_dtype: str | None) -> None:
 
 
 def tensor_spec(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> TensorSpec:
-    """Return how a tensor is sent. Raises `UnsupportedError` for a sharded or quantised tensor."""
+    """Return the spec with which a tensor is sent. Raises `UnsupportedError` for a sharded or quantised tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if isinstance(tensor, DTensor):
         raise UnsupportedError(
@@ -112,10 +113,11 @@ def gather_named(
     *,
     is_sender: bool,
 ) -> Iterator[WeightBucket]:
-    """Yield whole tensors bucket by bucket, as `WeightSource.gather_weights` does; only the sender's buckets hold any.
+    """Yield whole tensors bucket by bucket, as `WeightSource.gather_weights` does. Only the sender's buckets hold
+    tensors.
 
-    A bucket whose tensors all have their wire dtypes holds the module's own tensors. The others are cast into memory of
-    ``packer``, which the caller keeps from one gathering to the next.
+    A bucket whose tensors all have their wire dtypes holds the module's own tensors. The tensors of other buckets are
+    cast into memory of ``packer``, which the caller keeps from one gathering to the next.
     """
     size_bytes = max((bucket.size_bytes for bucket in buckets), default=0)
     for bucket in buckets:
@@ -134,7 +136,7 @@ def gather_named(
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside wrappers that prefix the names of its parameters."""
+    """Return the module inside any wrappers that add prefixes to the names of its parameters."""
     inner: Any = module
     while True:
         if isinstance(inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
@@ -146,7 +148,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by their checkpoint names, tied ones once."""
+    """Return parameters and persistent buffers by their checkpoint names; tied ones appear once."""
     derived = getattr(module, "all_tied_weights_keys", {})  # of transformers: names that its checkpoints leave out
     names: dict[int, str] = {}
     state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
@@ -166,7 +168,8 @@ class LoraWeights(LoraSource):
 
     Endpoints add the LoRA to the weights of their last complete update, or of their checkpoint. Raises `ConfigError` if
     the module has no such layers or ``alpha`` is not known. Raises `UnsupportedError` for ranks or scales that differ
-    between layers, for other parameters that train, and for LoRAs that are not a sum (DoRA, embeddings).
+    between layers, for other trainable parameters, and for adapters that are not simply added to a weight matrix (DoRA,
+    embeddings).
     """
 
     version: int = 0
@@ -212,11 +215,11 @@ class LoraWeights(LoraSource):
         return self._spec
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Return the specs, under the names that PEFT saves."""
+        """Return the specs, with the names that PEFT uses in files."""
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in self._named()]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield the tensors; never communicates. The tensors of a bucket are adjacent in memory."""
+        """Yield the tensors, without communication. The tensors of a bucket are adjacent in memory."""
         return gather_named(self._named(), self._wire_dtype, buckets, self._packer, is_sender=self.rank == 0)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
@@ -264,7 +267,7 @@ class LoraWeights(LoraSource):
 
 
 def _matrix(name: str, part: Any, lora_name: str) -> torch.Tensor | None:
-    """Return the matrix of one half of a LoRA, or None if the layer has none under that name."""
+    """Return the matrix A or B of a layer's LoRA, or None if the layer has no LoRA of that name."""
     if isinstance(part, torch.nn.ModuleDict | torch.nn.ParameterDict):
         if lora_name not in part:
             return None

@@ -3,8 +3,8 @@
     request (refuse or accept) -> every bucket, compared on arrival -> commit (pause, apply, resume)
 
 The endpoints wait for each other twice: nothing is sent before all have accepted, and nothing is committed before all
-have received everything. As soon as too few endpoints remain, the publish ends for all of them, so that no endpoint
-waits for the remaining buckets.
+have received every bucket. As soon as too few endpoints remain, the publish ends for all of them, so that none waits
+for further buckets.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from inflight.weights.send.weight_group import WeightGroup
 from inflight.wire import BucketTransfer, Capabilities, InFlightPolicy, WeightUpdate
 
 _REFUSAL_GRACE_S = 1.0
-"""How long to wait for the other endpoints' answers to the request after one has refused it."""
+"""How long, in seconds, to wait for the other endpoints' answers to the request after one has refused it."""
 _COLLECTIVE_GRACE_S = 0.1
-"""How much longer, in seconds, receiving may take than sending: in a collective, an endpoint may be waiting only for
-another one."""
+"""How much longer, in seconds, receiving may take than sending: in a collective transfer, an endpoint may be waiting
+only for another endpoint.
+"""
 _SHARE_OF_PARTS = 0.9
-"""Share of the remaining time in which an endpoint has to receive the parts of a bucket."""
+"""Share of the remaining time within which an endpoint has to receive the parts of a bucket."""
 CLOSED = (anyio.BrokenResourceError, anyio.ClosedResourceError)
-"""The errors of sending once either end of a stream is closed."""
+"""The errors that sending raises once either end of a stream is closed."""
 
 
 class Publish:
     """One attempt to update some endpoints, of which ``num_needed`` have to apply the update.
 
-    The deadline starts when the attempt is created. ``staged`` lets endpoints that support staging sample while weights
-    arrive.
+    The deadline starts when the attempt is created. With ``staged``, endpoints that support staging keep sampling while
+    weights arrive.
     """
 
     def __init__(
@@ -65,12 +66,12 @@ class Publish:
         self._deadline = time.monotonic() + deadline_s
         may_fail = update.in_flight is InFlightPolicy.DRAIN  # then the pause must come before any commit
         self._staged = {e.name for e, can in endpoints.items() if staged and can.staging and not may_fail}
-        """The endpoints that are paused only by their commit."""
+        """The endpoints at which only the commit pauses sampling."""
         self._participants: dict[str, _Participant] = {}
         """The endpoints that still take part, by name."""
         self.buckets: MemoryObjectSendStream[WeightBucket | None]
-        """The stream of buckets to send, with None after the last. Sending to it returns when the previous bucket has
-        been sent.
+        """The stream of buckets to send, with None after the last one. Sending to the stream returns when the previous
+        bucket has been sent to the endpoints.
         """
         self._to_send: MemoryObjectReceiveStream[WeightBucket | None]
         self._sending: asyncio.Timeout | None = None
@@ -86,13 +87,13 @@ class Publish:
         """The times when the first endpoint was asked to pause and when the last endpoint resumed."""
 
     def encode(self, bucket: WeightBucket) -> WeightBucket:
-        """Return a gathered bucket ready to send. Called in the training thread."""
+        """Return a gathered bucket in the form in which it is sent. Called in the training thread."""
         return self._group.encoder.encode(bucket, self._update)
 
     async def prepare(self) -> None:
-        """Form the group unless there is one, and begin the update on the sender; the report names a failure.
+        """Form the group unless there is one, and begin the update on the sender. The report describes a failure.
 
-        Raises `ConfigError`, `UnsupportedError` and `FencedError`, before any request was sent to an endpoint.
+        Raises `ConfigError`, `UnsupportedError` or `FencedError` before any endpoint has received a request.
         """
         group, incarnation = self._group, self._update.incarnation
         self.buckets, self._to_send = anyio.create_memory_object_stream[WeightBucket | None](0)
@@ -113,9 +114,10 @@ class Publish:
             participant.feed.close()
 
     async def run(self) -> PublishReport:
-        """Update every endpoint with the buckets sent to the stream; return a report of what each serves.
+        """Update every endpoint with the buckets sent to the stream, and report what each endpoint serves.
 
-        If an endpoint reports that another trainer has taken over, raises `FencedError` once all are resumed.
+        If an endpoint reports that another trainer has taken over, raises `FencedError` once all endpoints have
+        resumed.
         """
         updates: list[asyncio.Task[EndpointReport]] = []
         try:
@@ -141,17 +143,19 @@ class Publish:
         return self._report(reports)
 
     async def wait_until_accepted(self) -> None:
-        """Return once every endpoint has accepted and is paused unless it is staged, or once the publish has ended."""
+        """Return once every endpoint has accepted and those that are not staged have paused, or once the publish has
+        ended.
+        """
         await self._gate.accepted.wait()
 
     async def end(self, problem: str) -> None:
-        """End the publish for all endpoints; `run` returns when they are resumed."""
+        """End the publish for all endpoints. `run` returns when they have resumed."""
         self._end(problem)
 
     # ------------------------------------------------------------------------------------------------- the endpoints
 
     def _calls(self) -> Iterator[Coroutine[Any, Any, EndpointReport]]:
-        """Yield each endpoint's call, which updates it, or asks what it serves if it cannot take part."""
+        """Yield one call per endpoint, which updates it, or asks what it serves if it cannot take part."""
         grace_s = _COLLECTIVE_GRACE_S if self._group.sender.is_collective else 0.0
         able = [] if self._problem else [endpoint for endpoint in self._endpoints if endpoint.name not in self._unfit]
         for endpoint in able:
@@ -252,7 +256,7 @@ class Publish:
     # ---------------------------------------------------------------------------------------------------- the sender
 
     async def _send(self) -> None:
-        """Send each bucket once the previous one has been sent, and ask every endpoint to receive it."""
+        """Send each bucket once the previous bucket has been sent, and ask every endpoint to receive it."""
         what = "the first bucket"
         try:
             async with asyncio.timeout(self._remaining_s()) as self._sending:
@@ -274,7 +278,7 @@ class Publish:
             self._end(f"{what} was not sent: {error}")
 
     async def _send_one(self, bucket: WeightBucket) -> None:
-        """Send a bucket, and ask every endpoint to receive it; return when each has received the previous bucket."""
+        """Send a bucket and ask every endpoint to receive it. Return once each has received the previous bucket."""
         timeout_s = self._remaining_s()
         # An endpoint knows which of several senders it waits for: its error should arrive before the deadline.
         transfer = bucket_transfer(bucket, self._update.ref, timeout_s * (_SHARE_OF_PARTS if bucket.others else 1.0))
@@ -320,7 +324,7 @@ class Publish:
 
 @dataclass(slots=True)
 class _Participant:
-    """One endpoint's part in a publish: its time limit, and the stream that asks it to receive buckets."""
+    """One endpoint's part in a publish: its time limit, and the stream of requests to receive buckets."""
 
     limit: asyncio.Timeout
     feed: MemoryObjectSendStream[BucketTransfer]
@@ -332,9 +336,9 @@ class _Gate:
     """A barrier at which the endpoints of a publish wait for each other."""
 
     opened: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the endpoints that are waiting may continue."""
+    """Set when the waiting endpoints may continue."""
     accepted: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set at the first meeting, or once the publish has ended."""
+    """Set when all endpoints have reached the barrier for the first time, or once the publish has ended."""
     num_waiting: int = 0
     num_meetings: int = 0
 

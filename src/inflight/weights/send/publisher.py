@@ -1,7 +1,7 @@
-"""Publishing: trainer rank 0's connection to endpoints, and the call that publishes a worker's weights to them.
+"""Publishing: the connection from trainer rank 0 to endpoints, and the call that publishes a worker's weights to them.
 
-Workers are sync and endpoints async: a `WeightPublisher` runs the endpoints' side in an event loop in its own thread,
-while the training thread gathers.
+Workers are synchronous and endpoints are async: a `WeightPublisher` runs the endpoints' side in an event loop in its
+own thread, while the training thread gathers.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ T = TypeVar("T")
 
 
 class WeightPublisher:
-    """Trainer rank 0's connection to endpoints. Use it as a context manager, or call `close`.
+    """The connection from trainer rank 0 to endpoints. Use it as a context manager, or call `close`.
 
-    ``incarnation`` counts the times a run's trainer was started: endpoints refuse calls of a lower incarnation than the
-    highest they have seen. None means the next higher incarnation. ``encoding`` rounds weights for the transfer.
-    ``delta`` sends only the changes since the last publish that every endpoint applied. It needs one more copy of the
-    weights in host memory on each side. ``staged`` lets sampling continue while weights arrive, on endpoints that
-    support staging. ``sharded`` is a source whose ranks all send the parts that they hold, if every endpoint supports
-    that; each rank other than 0 then calls `PartSender.send` for each publish instead of `gather_only`.
-    ``connect_timeout_s`` is the maximum wait for the endpoints' answers, and for a weight group to form.
+    ``incarnation`` counts the times a run's trainer was started: endpoints refuse calls from a lower incarnation than
+    the highest that they have seen. None means the next higher incarnation. ``encoding`` rounds weights for the
+    transfer. With ``delta``, only the changes since the last publish that every endpoint applied are sent, which needs
+    one more copy of the weights in host memory on each side. With ``staged``, sampling continues while weights arrive
+    on endpoints that support staging. ``sharded`` is a source whose ranks each send the parts that they hold, if every
+    endpoint supports this; the ranks other than 0 then call `PartSender.send` instead of `gather_only` for each
+    publish. ``connect_timeout_s`` is the maximum wait for the endpoints' answers, and for a weight group to form.
 
-    Entering asks each endpoint for its capabilities and forms the weight group. If that fails, it raises `ConfigError`,
-    `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and leaves no group
-    or connection open. A publish forms a new group if its endpoints differ from those of the previous publish, or if
-    that failed. Used from one thread at a time.
+    Entering the context asks each endpoint for its capabilities and forms the weight group. If that fails, it raises
+    `ConfigError`, `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and
+    leaves no group or connection open. A publish forms a new group if its endpoints differ from those of the previous
+    publish, or if the previous publish failed. Use a publisher from one thread at a time.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class WeightPublisher:
         self.run_id = run_id
         self.staged = staged
         self.ranks = None if sharded is None else RankSenders(sender, sharded, delta=delta)
-        """The senders of all ranks, if each rank sends the parts that it holds."""
+        """The senders of all ranks if each rank sends the parts that it holds, otherwise None."""
         sender = self.ranks or sender
         self.group = WeightGroup(
             sender, run_id=run_id, encoding=encoding, delta=delta, form_timeout_s=connect_timeout_s
@@ -124,11 +124,11 @@ class WeightPublisher:
         sharded: ShardedWeightSource | None = None,
         connect_timeout_s: float = 60.0,
     ) -> WeightPublisher:
-        """Return a connected publisher for servers of the contract, or an engine's own servers by ``ENGINE+http://``.
+        """Return a connected publisher for servers of the contract, or for engines' own servers (``ENGINE+http://``).
 
-        ``token`` is the servers' control token, or None if they need none. ``transport`` specifies how weights are sent
-        (see `make_sender`). ``address`` is this machine's address as the servers see it. ``directory`` is where
-        ``file`` stores weights. The other arguments are those of the class.
+        ``token`` is the servers' control token, or None if they need none. ``transport`` is the name of the transport
+        (see `make_sender`). ``address`` is the address at which the servers reach this machine. ``directory`` is where
+        the transport ``file`` stores weights. The other arguments are those of the class.
         """
         return cls(
             [connect_endpoint(url, token=token) for url in urls],
@@ -149,7 +149,7 @@ class WeightPublisher:
 
     @property
     def endpoints(self) -> Mapping[InferenceEndpoint, Capabilities]:
-        """The connected endpoints with their capabilities. Their calls belong in `run` and `start`."""
+        """The connected endpoints with their capabilities. Call endpoints only through `run` and `start`."""
         return self._endpoints
 
     def __enter__(self) -> WeightPublisher:
@@ -170,7 +170,7 @@ class WeightPublisher:
         self.close()
 
     def close(self) -> None:
-        """Leave the group and close the connections; servers keep running. Idempotent."""
+        """Leave the group and close the connections. Servers keep running. Idempotent."""
         self.group.lose()
         if self._portal is not None and self._portal_context is not None:
             self._portal.call(close_all, self._connected)
@@ -178,7 +178,7 @@ class WeightPublisher:
             self._portal_context.__exit__(None, None, None)
 
     def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Run an async call in the publisher's event loop and return its result. Interrupting it cancels the call."""
+        """Run an async call in the publisher's event loop and return its result. An interrupt cancels the call."""
         future = self.start(call, *args)
         try:
             return future.result()
@@ -201,10 +201,10 @@ class WeightPublisher:
         deadline_s: float,
         num_needed: int,
     ) -> PublishReport:
-        """Publish the gathered buckets to ``endpoints``, of which ``num_needed`` have to apply it.
+        """Publish the gathered buckets to ``endpoints``, of which ``num_needed`` have to apply the update.
 
-        The deadline begins when the first bucket is gathered. Any exception from the worker, or an interrupt, ends
-        the publish on all endpoints before it is raised here. `publish_weights` is the call for a worker.
+        The deadline begins when the first bucket is gathered. Any exception from the worker, or an interrupt, ends the
+        publish on all endpoints before it is raised here. To publish the weights of a worker, call `publish_weights`.
         """
         gathering = Stopwatch()
         with gathering:
@@ -221,7 +221,7 @@ class WeightPublisher:
         num_needed: int,
         staged: bool,
     ) -> OpenPublish:
-        """Ask ``endpoints`` to accept an update, and return at once; its buckets follow by `OpenPublish.send`.
+        """Ask ``endpoints`` to accept an update, and return immediately. `OpenPublish.send` then sends its buckets.
 
         The deadline starts now. Raises the errors of `Publish.prepare`.
         """
@@ -247,9 +247,9 @@ class WeightPublisher:
 
 
 class OpenPublish:
-    """A publish that endpoints have been asked to accept, and whose buckets are still to be sent.
+    """A publish that endpoints have been asked to accept, and whose buckets have not been sent yet.
 
-    Endpoints that are not staged neither sample nor serve other updates until it ends, at its deadline at the latest.
+    Until it ends, at its deadline at the latest, endpoints that are not staged neither sample nor accept other updates.
     """
 
     def __init__(self, publisher: WeightPublisher, publish: Publish, running: Future[PublishReport]) -> None:
@@ -262,9 +262,9 @@ class OpenPublish:
         return self._running.done()
 
     def wait_until_accepted(self) -> None:
-        """Return once every endpoint has accepted the update, and those that are not staged are paused.
+        """Return once every endpoint has accepted the update, and those that are not staged have paused.
 
-        Raises `PublishError` if the publish ended instead: all endpoints are resumed.
+        Raises `PublishError` if the publish ended instead; all endpoints have then resumed.
         """
         self._publisher.run(self._publish.wait_until_accepted)
         if self.is_over:
@@ -272,9 +272,9 @@ class OpenPublish:
             raise PublishError(f"the update was not accepted: {report.summary()}", report)
 
     def send(self, gathered: Iterator[WeightBucket], gathering: Stopwatch | None = None) -> PublishReport:
-        """Send the buckets, and return the report; ``gathering`` measures how long they take to gather.
+        """Send the buckets, and return the report. ``gathering`` measures how long gathering takes.
 
-        An exception of ``gathered``, or an interrupt, ends the publish on all endpoints before it is raised here.
+        An exception from ``gathered``, or an interrupt, ends the publish on all endpoints before it is raised here.
         """
         gathering = gathering or Stopwatch()
         try:
@@ -293,7 +293,7 @@ class OpenPublish:
         return replace(report, spans=replace(report.spans, gather_s=gathering.total_s))
 
     def end(self, problem: str) -> None:
-        """End the publish on all endpoints; return once those that can be reached have resumed. Idempotent."""
+        """End the publish on all endpoints, and return once those that can be reached have resumed. Idempotent."""
         self._publisher.run(self._publish.end, problem)
         with contextlib.suppress(Exception):
             self._running.result()
@@ -311,30 +311,31 @@ def publish_weights(
     keep_base: bool = False,
     version: int | None = None,
 ) -> PublishReport:
-    """Update every endpoint to the worker's current weights, between two token steps; return the report.
+    """Update every endpoint to the worker's current weights between two token steps, and return the report.
 
-    Rank 0 calls it while every other rank calls `gather_only`. The version is ``worker.version`` unless ``version`` is
-    given, for servers that several trainers publish to in turn. ``endpoints`` maps the target endpoints to their
-    capabilities; None means the endpoints that ``publisher`` was connected to.
+    Rank 0 calls this while every other rank calls `gather_only`. The version is ``worker.version``; pass ``version``
+    for servers to which several trainers publish in turn. ``endpoints`` maps the target endpoints to their
+    capabilities; None means the endpoints to which ``publisher`` was connected.
 
-    Endpoints that support staging keep sampling until every bucket has arrived everywhere; the others are paused once
-    the first bucket is gathered. Each bucket is gathered while the previous one is sent. The call ends within
-    ``deadline_s`` seconds plus the time that gathering takes, and a few seconds to clean up.
+    Endpoints that support staging keep sampling until every bucket has arrived at every endpoint; the others are paused
+    once the first bucket has been gathered. Each bucket is gathered while the previous one is being sent. The call ends
+    within ``deadline_s`` seconds, plus the time that gathering takes and a few seconds to clean up.
 
-    ``quorum`` is the number of endpoints that have to apply the update, None for all of them. With a transport that is
-    not collective, an endpoint that fails is dropped while the others continue. With a collective transport, a failure
-    before the commit ends the publish for all.
+    ``quorum`` is the number of endpoints that have to apply the update; None means all of them. If the transport is not
+    collective, an endpoint that fails is dropped while the others continue. If it is collective, a failure before the
+    commit ends the publish for all endpoints.
 
     ``keep_base`` makes endpoints keep these weights in host memory. Engines that fuse tensors need them if a later
-    update is a LoRA or leaves some weights out, unless the weights are those of their checkpoint.
+    update is a LoRA or omits some weights, unless the weights are those of the engine's checkpoint.
 
-    A LoRA goes to endpoints that support LoRA. If one of them supports only partial updates, a `MergingLoraSource`
-    sends the weights that its LoRA changes to all of them, from then on.
+    A LoRA is sent to endpoints that support LoRA. If one of them supports only partial updates, a `MergingLoraSource`
+    sends the merged weights that its LoRA changes to all endpoints from then on.
 
     Raises `PublishError` if fewer endpoints applied the update; its report names each endpoint's state. `ConfigError`
-    and `UnsupportedError` mean that no endpoint was asked for anything, `FencedError` that another trainer has replaced
-    this one. Errors of gathering propagate. Whatever is raised, the collective gather was completed on every rank, and
-    no endpoint stays paused: reachable endpoints have aborted, the others resume on their own when their lease ends.
+    and `UnsupportedError` mean that no endpoint has received a request, and `FencedError` that another trainer has
+    replaced this one. Errors of gathering propagate. Whatever is raised, the collective gather was completed on every
+    rank, and no endpoint stays paused: reachable endpoints have aborted the update, and the others resume by themselves
+    when their lease ends.
     """
     source = _source_for(worker, publisher, endpoints, bucket_bytes)
     targets = publisher.endpoints if endpoints is None else endpoints
@@ -389,7 +390,7 @@ def publish_weights(
 
 
 def _until_lost(parts: Iterator[WeightBucket], opened: OpenPublish) -> Iterator[WeightBucket]:
-    """Yield the parts; if another rank fails, end the publish, whose report then states why."""
+    """Yield the parts. If another rank fails, end the publish, whose report then says why."""
     try:
         yield from parts
     except TransferError as error:
@@ -403,9 +404,9 @@ def _sharing_ranks(
     bucket_bytes: int,
     deadline_s: float,
 ) -> RankSenders | None:
-    """Return the ranks if each is to send the parts that it holds, otherwise None.
+    """Return the senders of all ranks if each rank is to send the parts that it holds, otherwise None.
 
-    Rank 0 has then notified the others.
+    If it returns None, rank 0 has told the other ranks to gather whole tensors.
     """
     ranks = publisher.ranks
     if ranks is None or source.rank != 0:
@@ -422,10 +423,10 @@ def _source_for(
     endpoints: Mapping[InferenceEndpoint, Capabilities] | None,
     bucket_bytes: int,
 ) -> WeightSource:
-    """Return the worker, or the merged weights of its LoRA if an endpoint supports no LoRA but partial updates.
+    """Return the worker, or its LoRA's merged weights if an endpoint supports partial updates but not LoRA.
 
-    Once merged weights have been published they are the base of any LoRA that follows, so only they are published
-    from then on.
+    Once merged weights have been published, they would be the base of any LoRA that follows, so merged weights are
+    published from then on.
     """
     if not isinstance(worker, MergingLoraSource) or worker.rank != 0:
         return worker
@@ -439,5 +440,5 @@ def _source_for(
 
 
 async def close_all(endpoints: Iterable[InferenceEndpoint]) -> None:
-    """Close the connections to some endpoints; the servers keep running."""
+    """Close the connections to these endpoints. The servers keep running."""
     await asyncio.gather(*(endpoint.aclose() for endpoint in endpoints), return_exceptions=True)

@@ -1,8 +1,8 @@
-"""Publishing by every rank of a trainer: rank 0 decides, and each rank sends the parts of weights that it holds.
+"""Publishing by all ranks of a trainer: rank 0 decides, and each rank sends the parts of the weights that it holds.
 
-Rank 0 gives orders in `ShardedWeightSource.exchange`, and the others answer an order with the next exchange, so that
-they encode the next bucket while rank 0 announces the current one. A part that several servers read on their own is
-stored before it is answered; a part that all receive at once is sent afterwards.
+Rank 0 sends orders through `ShardedWeightSource.exchange`, and the others answer an order in the next exchange, so that
+they encode the next bucket while rank 0 announces the current one. If servers read a part independently, it is stored
+before the rank answers; if all servers receive it collectively, it is sent afterwards.
 """
 
 from __future__ import annotations
@@ -46,14 +46,17 @@ from inflight.wire import (
 
 T = TypeVar("T")
 _SLACK_S = 30.0
-"""How much longer than a deadline, in seconds, the other ranks wait for the next order: rank 0 cleans up first."""
+"""How much longer than a deadline, in seconds, the other ranks wait for the next order, because rank 0 cleans up
+first.
+"""
 _ANSWER_S = 2.0
-"""How much longer than the deadline, in seconds, rank 0 waits for answers: the ranks' work ends by itself at the
-deadline."""
+"""How much longer than the deadline, in seconds, rank 0 waits for answers; the ranks' work ends by itself at the
+deadline.
+"""
 
 
 class GatherOrder(WireModel):
-    """Take part in gathering whole tensors; no further order follows."""
+    """Take part in gathering whole tensors. No further order follows."""
 
     do: Literal["gather"] = "gather"
     bucket_bytes: Natural
@@ -69,7 +72,7 @@ class OpenOrder(WireModel):
 
 
 class JoinOrder(WireModel):
-    """Join the group just opened."""
+    """Join the group that was just opened."""
 
     do: Literal["join"] = "join"
 
@@ -77,7 +80,7 @@ class JoinOrder(WireModel):
 class BeginOrder(UpdateMessage):
     """Begin an update of this rank's current weights.
 
-    ``manifest`` is the digest of rank 0's: a rank that divides tensors differently from rank 0 must not send anything.
+    ``manifest`` is the digest of rank 0's manifest. A rank that divides tensors differently must not send anything.
     """
 
     do: Literal["begin"] = "begin"
@@ -91,7 +94,7 @@ class BeginOrder(UpdateMessage):
 
 
 class PartOrder(WireModel):
-    """Encode the part of the next bucket, and answer with a description of the bytes to be sent."""
+    """Encode this rank's part of the next bucket, and answer with a description of the bytes to be sent."""
 
     do: Literal["part"] = "part"
     timeout_s: float
@@ -124,9 +127,10 @@ class Answer(WireModel):
 
 
 class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
-    """The senders of all ranks as one sender of rank 0; ``own`` is rank 0's. The other ranks have a `PartSender`.
+    """The senders of all ranks, combined into one sender on rank 0. ``own`` is rank 0's; the others have a
+    `PartSender`.
 
-    Buckets are gathered, and sent by ``own`` alone, unless `sending` is entered.
+    Outside `sending`, buckets are gathered, and only ``own`` sends them.
     """
 
     def __init__(self, own: WeightSender, source: ShardedWeightSource, *, delta: bool) -> None:
@@ -139,7 +143,9 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         self._bucket_bytes = DEFAULT_BUCKET_BYTES
         self._deadline_s = self._deadline = 0.0
         self._lock = threading.Lock()
-        """Held while ranks exchange messages, because a call that a publish has abandoned may still be doing so."""
+        """Held while ranks exchange messages, because an abandoned call of an earlier publish may still be exchanging
+        some.
+        """
 
     @property
     def is_collective(self) -> bool:
@@ -193,7 +199,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         self._own.end(is_done=is_done)
 
     def abort(self) -> None:
-        """Leave the group here; the other ranks leave it when the publish ends."""
+        """Leave the group on rank 0. The other ranks leave it when the publish ends."""
         self.has_others, self._is_lost = False, True
         self._own.abort()
 
@@ -204,7 +210,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
 
     @contextlib.contextmanager
     def sending(self, bucket_bytes: int, deadline_s: float) -> Iterator[PartsInSending]:
-        """Let every rank send its parts of the next update; the exit ends it on all ranks."""
+        """Let every rank send its parts of the next update. Leaving the context ends the update on all ranks."""
         self._is_sending, self._is_lost = True, False
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
         self._deadline = time.monotonic() + deadline_s
@@ -229,7 +235,9 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         return max(0.001, self._deadline - time.monotonic())
 
     def _order(self, order: Order) -> list[Answer]:
-        """Give an order; return the other ranks' answers to the previous one. Raises `TransferError` for an error."""
+        """Send an order, and return the other ranks' answers to the previous order. Raises `TransferError` if one
+        failed.
+        """
         with self._lock:
             if not self._is_sending and not isinstance(order, GatherOrder):
                 raise TransferError("the publish has ended")
@@ -243,7 +251,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
 
 
 class PartsInSending:
-    """One update of which every rank sends a part. Set ``is_applied`` if every endpoint has applied it."""
+    """One update of which every rank sends parts. Set ``is_applied`` if every endpoint has applied the update."""
 
     def __init__(self, parts_of: Callable[[WeightUpdate], Generator[WeightBucket, None, None]]) -> None:
         self.is_applied = False
@@ -251,7 +259,7 @@ class PartsInSending:
         self._parts: Generator[WeightBucket, None, None] | None = None
 
     def buckets_of(self, update: WeightUpdate) -> Iterator[WeightBucket]:
-        """Return rank 0's parts of an update, with the other ranks' parts of the same buckets."""
+        """Yield rank 0's parts of an update, each with descriptions of the other ranks' parts of the same bucket."""
         self._parts = self._parts_of(update)
         return self._parts
 
@@ -262,7 +270,7 @@ class PartsInSending:
 
 
 class PartSender:
-    """The sender of a trainer rank other than 0, used while rank 0 has a publisher with ``sharded``.
+    """The sender of a trainer rank other than 0, for publishers that were created with ``sharded``.
 
     Call `send` on every rank other than 0 for each `publish_weights` on rank 0. Use it as a context manager, or call
     `close`.
@@ -284,10 +292,10 @@ class PartSender:
         self._sender.abort()
 
     def send(self, deadline_s: float = 60.0) -> None:
-        """Take part in one publish of rank 0, which has this deadline; return when it has ended.
+        """Take part in one publish by rank 0 with this deadline, and return when it has ended.
 
-        Rank 0 reports a failure of sending; this rank then leaves the group, and the next publish forms another. Raises
-        `TransferError` if rank 0 does not answer, and the errors of gathering.
+        If sending fails, rank 0 reports the failure; this rank then leaves the group, and the next publish forms a new
+        one. Raises `TransferError` if rank 0 does not answer, and the errors of gathering.
         """
         answer = Answer()
         parts: _Parts | None = None
@@ -367,9 +375,9 @@ class _Parts:
         self._update = update
         self._local = source.local_weights(update.buckets)
         self._waiting: Callable[[], None] | None = None
-        """The task that sends the part that was answered last."""
+        """The task that sends the most recently answered part."""
         self._leaving: Future[None] | None = None
-        """The previous part, which is being sent."""
+        """The result of sending the previous part, which may be in progress."""
 
     def carry_out(self, order: Order) -> Answer:
         self._send_waiting()

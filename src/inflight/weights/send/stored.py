@@ -1,4 +1,4 @@
-"""The weights of a checkpoint directory, or of a PEFT adapter's directory, as a source of publishes."""
+"""The weights in a checkpoint directory, or in the directory of a PEFT adapter, as a source of publishes."""
 
 from __future__ import annotations
 
@@ -61,10 +61,11 @@ class _StoredWeights(WeightSource):
 
 
 class CheckpointWeights(_StoredWeights):
-    """The tensors of a model directory, cast to ``dtype``; one bucket is in memory at a time.
+    """The tensors in a model directory, cast to ``dtype``. One bucket at a time is in memory.
 
-    With ``model``, the checkpoint that endpoints were started with, the tensors and their order are the model's. Raises
-    `ConfigError` if the directory cannot be read or, with ``model``, holds different tensors or shapes.
+    ``model`` is the checkpoint with which endpoints were started; if it is given, it determines the tensors and their
+    order. Raises `ConfigError` if the directory cannot be read, or if its tensors or their shapes differ from those of
+    ``model``.
     """
 
     def __init__(self, path: Path, dtype: str, model: Sequence[TensorSpec] | None = None) -> None:
@@ -79,7 +80,7 @@ class CheckpointWeights(_StoredWeights):
 
 
 class AdapterWeights(_StoredWeights, LoraSource):
-    """The matrices of an adapter that PEFT saved, cast to ``dtype``. Raises `ConfigError` if it cannot be used."""
+    """The matrices of an adapter saved by PEFT, cast to ``dtype``. Raises `ConfigError` if they cannot be used."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         file = path / _ADAPTER_CONFIG

@@ -1,4 +1,4 @@
-"""Storing: each version is gathered from the workers and stored, without waiting for servers, which fetch it later.
+"""Storing: each version is gathered from the workers and stored without waiting for servers, which load it later.
 
 `inflight.weights.receive.following` is the reading side.
 """
@@ -20,12 +20,12 @@ from inflight.weights.transports.files import FileReceiver
 from inflight.wire import DirectorySpec, TransportSpec, UpdateRef, WeightUpdate
 
 _READ_S = 60.0
-"""Time limit, in seconds, for a file system to list the stored versions."""
+"""Time limit, in seconds, for the file system to list the stored versions."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreReport:
-    """A stored version and how long storing it took. Servers find it at ``spec``."""
+    """A stored version, and how long it took to store. Servers find it at ``spec``."""
 
     ref: UpdateRef
     spec: TransportSpec
@@ -47,9 +47,9 @@ def store_weights(
 ) -> StoreReport:
     """Store the worker's current weights as the newest version of the run, and return a report.
 
-    Rank 0 calls it, with a `FileSender` or `PullSender`, while every other rank calls `gather_only`. It does not wait
-    for servers: they load the newest version when they are ready (see `inflight.weights.receive.following`).
-    ``incarnation`` counts the times a run's trainer was started: one more than `newest_incarnation`.
+    Rank 0 calls this with a `FileSender` or `PullSender`, while every other rank calls `gather_only`. It does not wait
+    for servers, which load the newest version when they are ready (see `inflight.weights.receive.following`).
+    ``incarnation`` counts the times a run's trainer was started: pass one more than `newest_incarnation` returns.
 
     Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the previous version then
     remains the newest. Whatever is raised, the collective gather was completed on every rank.

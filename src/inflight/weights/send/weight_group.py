@@ -1,4 +1,4 @@
-"""The weight group: the endpoints that receive a trainer's buckets together, and the sender that feeds them."""
+"""The weight group: the endpoints that receive a trainer's buckets together, and the sender of the buckets."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from inflight.weights.send.endpoint_update import query_endpoints, retry_unanswe
 from inflight.wire import Capabilities, TransportName, TransportSpec, WeightUpdate, WeightVersion
 
 _SLACK_S = 1.0
-"""Extra time beyond the transport's own timeout for forming a group, so that the transport's error arrives first."""
+"""Extra time in seconds, beyond the transport's own timeout for forming a group, so that its error arrives first."""
 
 
 class WeightGroup:
-    """The weight group of one trainer: formed, used for updates one at a time, and lost after a failure.
+    """The weight group of one trainer. It is formed, used for one update at a time, and lost after a failure.
 
-    Coroutines run in the publisher's event loop. Forming takes at most ``form_timeout_s``.
+    Coroutines run in the publisher's event loop. Forming takes at most ``form_timeout_s`` seconds.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class WeightGroup:
 
     @property
     def members(self) -> frozenset[InferenceEndpoint]:
-        """The endpoints of the group in use; empty if there is none."""
+        """The endpoints of the current group; empty if there is none."""
         return self._members
 
     @property
@@ -54,11 +54,11 @@ class WeightGroup:
     async def form(
         self, endpoints: Mapping[InferenceEndpoint, Capabilities], incarnation: int, timeout_s: float, num_needed: int
     ) -> dict[str, InflightError]:
-        """Form the group of these endpoints unless it is in use; return why some of them could not join it.
+        """Form the group of these endpoints, unless it is the current one. Return why some of them could not join.
 
-        An endpoint can be missing only if the transport is not collective and ``num_needed`` others have joined.
-        Otherwise its error or `TransferError` is raised in time. Then no group remains, and servers that wait for it
-        are notified.
+        An endpoint may be missing only if the transport is not collective and ``num_needed`` others have joined.
+        Otherwise, its error or `TransferError` is raised in time; no group then remains, and servers that are waiting
+        for it are notified.
         """
         if not endpoints:
             raise ConfigError("no endpoint is left to which the weights could be published")
@@ -85,7 +85,7 @@ class WeightGroup:
     async def _form_together(
         self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, _: int
     ) -> dict[str, InflightError]:
-        """Let all endpoints join together, or none of them. Raises the first error, with all of them as its cause."""
+        """Let all endpoints join together or not at all. Raises the first error, with all errors as its cause."""
 
         async def join(call: Callable[[], Awaitable[None]]) -> None:
             try:
@@ -111,7 +111,7 @@ class WeightGroup:
     async def _form_each(
         self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, num_needed: int
     ) -> dict[str, InflightError]:
-        """Let each endpoint join on its own; return why some could not. Raises the first error if too few could."""
+        """Let each endpoint join independently. Return why some could not. Raises the first error if too few could."""
         failures: dict[str, InflightError] = {}
 
         async def join(endpoint: InferenceEndpoint, spec: TransportSpec) -> None:
@@ -133,21 +133,21 @@ class WeightGroup:
         return failures
 
     def lose(self) -> None:
-        """Drop the group and end its pending calls; the next publish forms a new one. Any thread may call it."""
+        """Drop the group and end its pending calls. The next publish forms a new one. Any thread may call this."""
         self._members = frozenset()
         self.encoder.forget()  # it is no longer known which weights the endpoints hold
         self.sender.abort()
 
     def remove(self, endpoint: InferenceEndpoint) -> None:
-        """Remove an endpoint that failed; the group of the others stays in use."""
+        """Remove an endpoint that failed. The others continue to use the group."""
         self._members -= {endpoint}
 
     # ------------------------------------------------------------------------------------------------------ updates
 
     async def begin_update(self, update: WeightUpdate, timeout_s: float) -> WeightUpdate:
-        """Prepare the sender, once it has cleaned up the previous update; return the update as it will be sent.
+        """Prepare the sender once it has cleaned up the previous update. Return the update as it will be sent.
 
-        It becomes a delta if a delta is requested and every member has kept the base. Raises `TransferError`.
+        The update becomes a delta if this is requested and every member has kept the base. Raises `TransferError`.
         """
         ending, self._ending = self._ending, None
         if ending is not None:
@@ -161,7 +161,7 @@ class WeightGroup:
         return update
 
     async def _with_base(self, update: WeightUpdate) -> WeightUpdate:
-        """Return the update as a delta if every member has kept its base, otherwise unchanged."""
+        """Return the update as a delta if every member has kept its base. Otherwise, return it unchanged."""
         base = self.encoder.base_of(update)
         if base is not None:
             calls = {e.name: partial(retry_unanswered, e.weight_version) for e in self._members}
@@ -174,20 +174,20 @@ class WeightGroup:
         return update
 
     async def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """Send one bucket; return when it has been sent. Raises `TransferError`."""
+        """Send one bucket, and return when it has been sent. Raises `TransferError`."""
         await run_abandonable(partial(self.sender.send, bucket, timeout_s), "inflight-send")
 
     def end_update(self, update: WeightUpdate, *, is_applied_everywhere: bool) -> None:
-        """Let the sender clean up the update in a thread; the next update waits for it.
+        """Let the sender clean up the update in a thread. The next update waits for this.
 
-        An endpoint that did not apply it may still read it.
+        An endpoint that has not applied the update may still be reading it.
         """
         if is_applied_everywhere:
             self.encoder.note_applied(update.ref)
         self._ending = start_in_thread(lambda: self.sender.end(is_done=is_applied_everywhere), "inflight-end")
 
     def abort_update(self) -> None:
-        """End the update without success, and drop the group. Then raise any error of the sender."""
+        """End the update as failed, and drop the group. Afterwards, raise any error of the sender."""
         try:
             self.sender.end(is_done=False)
         finally:
