@@ -406,7 +406,7 @@ def take_part(
 
 
 def _other_rank_error() -> UpdateError:
-    return UpdateError("the publish failed on another rank, whose error states why")
+    return UpdateError("the publish failed on another rank, whose error says why")
 
 
 def _agree_on_verdict(worker: WeightSource, verdict: _Verdict) -> _Verdict:

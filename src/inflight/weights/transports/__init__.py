@@ -1,4 +1,4 @@
-"""Transports of weights. Each has a sender for trainer rank 0 and a receiver for each endpoint rank."""
+"""Transports for weights. Each has a sender for trainer rank 0 and a receiver for each endpoint rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def named_transport(text: str) -> Transport:
-    """Return the transport that a user names: an installed one, or ``module:attribute``. Raises `ConfigError`."""
+    """Return the transport that a user names: an installed transport or ``module:attribute``. Raises `ConfigError`."""
     if ":" not in text:
         return find_transport(text)
     transport = import_object(text)
@@ -28,11 +28,11 @@ def named_transport(text: str) -> Transport:
 
 
 def make_sender(transport: TransportName, *, address: str = "127.0.0.1", directory: Path | None = None) -> WeightSender:
-    """Return the trainer's end of a transport, by its name or ``module:attribute``.
+    """Return the trainer's end of a transport, which is given by its name or as ``module:attribute``.
 
-    ``address`` is this machine's address as the endpoints see it (gloo, nccl, http). ``directory`` is where buckets are
-    stored: file needs a directory that the endpoints can read; http, shm and ipc create their own by default. Raises
-    `ConfigError`.
+    ``address`` is the address at which the endpoints reach this machine (gloo, nccl, http). ``directory`` is where
+    buckets are stored: file needs a directory that the endpoints can read; http, shm and ipc create their own by
+    default. Raises `ConfigError`.
     """
     return named_transport(transport).sender(address=address, directory=directory)
 
@@ -40,7 +40,7 @@ def make_sender(transport: TransportName, *, address: str = "127.0.0.1", directo
 def make_receiver(spec: TransportSpec, device: torch.device | None = None, rank: int = 0) -> WeightReceiver:
     """Return one endpoint rank's end of a transport.
 
-    ``rank`` and ``device`` have the meaning that `Transport.receiver` gives them.
+    ``rank`` and ``device`` have the same meaning as for `Transport.receiver`.
     """
     transport = find_transport(spec.transport)
     own = transport.receiver(spec, rank=rank, device=device)

@@ -1,13 +1,13 @@
 """Memory that a trainer and its endpoints share on one host: arenas, and locks that show whether they are in use.
 
 The sender writes the buckets of an update into one arena. Each arena has a file, in a directory that only this user can
-enter. Next to it is a small record for each bucket of the update: its position in the arena, and the update to which
-it belongs. A receiver copies nothing: its tensors are views of the arena.
+enter. The directory also contains a small record for each bucket of the update, with the bucket's position in the arena
+and the update to which it belongs. A receiver copies nothing: its tensors are views of the arena.
 
 The views hold a shared lock on the arena's file for as long as anything refers to them, so an endpoint may serve from
 them. The operating system releases the lock when the process ends for any reason. The sender overwrites an arena only
-if nobody holds a lock, and uses another arena otherwise: endpoints serve from one arena while the next update arrives
-in the other.
+if nobody holds a lock on it, and otherwise uses a different one: endpoints serve from one arena while the next update
+arrives in the other.
 
 `ArenaMemory` defines the kind of memory.
 """
@@ -45,7 +45,7 @@ NUM_ARENAS = 2
 
 
 class SenderMemory(Protocol):
-    """The sender's view of the memory of one arena. Methods raise `OSError`, `RuntimeError`."""
+    """The sender's view of the memory of one arena. Its methods raise `OSError` or `RuntimeError`."""
 
     @property
     @abstractmethod
@@ -54,17 +54,17 @@ class SenderMemory(Protocol):
 
     @abstractmethod
     def view(self, start: int, end: int) -> torch.Tensor | None:
-        """Return the memory from ``start`` to ``end``, uint8, to write to; None if only `write` can write there."""
+        """Return the writable memory from ``start`` to ``end``, uint8; None if only `write` can write there."""
 
     @abstractmethod
     def write(self, start: int, bucket: WeightBucket, attempt: Attempt) -> None:
         """Write the bytes of a bucket at ``start``, unless they are already there.
 
-        On return, receivers can map them. Also raises `TransferError`.
+        On return, receivers can map these bytes. Also raises `TransferError`.
         """
 
     def prepare(self) -> None:
-        """Prepare the written memory to be overwritten, so that the next update need not wait for this."""
+        """Prepare the written memory for being overwritten, so that the next update need not wait for this."""
         return
 
     @abstractmethod
@@ -73,7 +73,7 @@ class SenderMemory(Protocol):
 
 
 class ArenaMemory(Protocol):
-    """A kind of memory that processes of one host can share."""
+    """A kind of memory that processes on one host can share."""
 
     @property
     @abstractmethod
@@ -96,17 +96,17 @@ class ArenaMemory(Protocol):
 
     @abstractmethod
     def allocate(self, fd: int, path: Path, size_bytes: int) -> SenderMemory:
-        """Return new memory that ``fd``, a new file at ``path``, describes. Raises `OSError`, `RuntimeError`."""
+        """Return new memory, described by the new file ``fd`` at ``path``. Raises `OSError` or `RuntimeError`."""
 
     @abstractmethod
     def mapping_problem(self, spec: ArenaSpec) -> str | None:
-        """Return why memory of that spec cannot be mapped here; None if it can."""
+        """Return why memory with this spec cannot be mapped in this process; None if it can."""
 
     @abstractmethod
     def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
         """Return the memory that a file of ``size_bytes`` describes: uint8, read-only, in its own storage.
 
-        Raises `OSError`, `RuntimeError`, `ValueError`, `TransferError`.
+        Raises `OSError`, `RuntimeError`, `ValueError` or `TransferError`.
         """
 
 
@@ -135,7 +135,7 @@ class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
         return self._memory.sends_from_device
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ArenaSpec]:
-        """Raises `TransferError` if the directory cannot be made."""
+        """Return one spec per endpoint. Raises `TransferError` if the directory cannot be created."""
         self.end(is_done=False)
         parent = self._parent or memory_directory()
         with self._lock:
@@ -153,7 +153,7 @@ class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
             raise TransferError("no weight group is open")
 
     def begin(self, update: WeightUpdate) -> None:
-        """An earlier update that was not ended counts as unfinished."""
+        """Begin an update. An earlier update that was not ended is treated as unfinished."""
         self.end(is_done=False)
         size_bytes = max(PAGE, sum(round_up_to_pages(bucket.size_bytes) for bucket in update.buckets))
         with self._lock:
@@ -177,7 +177,7 @@ class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
             return self._arena.memory.view(start, start + size_bytes)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """On return the bucket can be mapped, and its device has written it."""
+        """Write a bucket. On return, its device has written it, and it can be mapped."""
         attempt = Attempt(f"storing bucket {bucket.index} in shared memory", timeout_s, self._abandoned)
         with self._lock:
             attempt.remaining_s()
@@ -202,7 +202,7 @@ class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
                 raise attempt.failed(error) from error
 
     def end(self, *, is_done: bool) -> None:
-        """Reuse the memory if the update is done; otherwise leave it to its readers."""
+        """Reuse the memory if the update is done; otherwise, leave it to its readers."""
         with self._lock:
             update, self._update = self._update, None
             records, self._records = self._records, []
@@ -237,7 +237,7 @@ class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
         return arena
 
     def _drop(self, arena: _Arena) -> None:
-        """Remove an arena. Its memory is kept as long as any process holds a lock."""
+        """Remove an arena. Its memory is kept as long as any process holds a lock on it."""
         self._arenas.remove(arena)
         # This comes before the check: a receiver that locks the file from now on sees that it was removed.
         arena.path.unlink(missing_ok=True)
@@ -267,7 +267,7 @@ class _Arena:
         return self.memory.held_bytes > _MOST_UNUSED * max(self.used_bytes, PAGE)
 
     def is_free(self) -> bool:
-        """Return whether no receiver holds a lock."""
+        """Return whether no receiver holds a lock on the file."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fcntl.flock(self._fd, fcntl.LOCK_UN)
@@ -282,7 +282,7 @@ class _Arena:
 
 
 _lent: list[_Arena] = []
-"""Arenas that were removed while a lock was held. They outlive their senders, and any sender closes them."""
+"""Arenas that were removed while a lock on them was held. They outlive their senders, and any sender closes them."""
 
 
 def _close_unused() -> None:
@@ -338,7 +338,7 @@ class ArenaReceiver(StoredReceiver):
         return flat[record.offset : record.offset + size_bytes]
 
     def _arena(self, name: str) -> torch.Tensor:
-        """Return an arena, which stays mapped and locked until the last tensor in it is freed."""
+        """Return an arena. It stays mapped and locked until the last tensor in it is freed."""
         if self._mapped is not None and self._mapped[0] == name and (storage := self._mapped[1]()) is not None:
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
             return whole.set_(storage, 0, (storage.nbytes(),), (1,))
@@ -353,7 +353,7 @@ class ArenaReceiver(StoredReceiver):
 
 
 def keep_open(flat: torch.Tensor, fd: int) -> None:
-    """Keep a file descriptor open, and with it the file's lock, until a tensor's memory is unreferenced."""
+    """Keep a file descriptor, and thus the file's lock, open until nothing refers to a tensor's memory."""
     last = weakref.finalize(flat.untyped_storage(), _unlock, os.dup(fd), flat.device)
     last.atexit = False  # the system closes it
 

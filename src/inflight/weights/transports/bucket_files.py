@@ -1,4 +1,4 @@
-"""Updates as files: what each file holds, how it is written, and how a reader verifies what it reads.
+"""Updates as files: what each file contains, how it is written, and how readers verify it.
 
     DIRECTORY/RUN/latest.json                  names the newest complete update, an `UpdateRef`
     DIRECTORY/RUN/VERSION-SESSION/00000.safetensors ...
@@ -46,8 +46,9 @@ LEASE_S = 15.0
 LEASE_NAME = re.compile(r"lease-[0-9a-f]{16}")
 
 _MAX_LEASED = 4
-"""Maximum number of updates that leases keep in addition to the newest ones: those with the most recently renewed
-leases."""
+"""Maximum number of updates that leases keep in addition to the newest ones. Those with the most recently renewed
+leases are kept.
+"""
 _MAX_HEADER_BYTES = 64 << 20
 _ALIGNMENT = 64
 _SUFFIX = ".safetensors"
@@ -57,7 +58,7 @@ _SIZES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "U8": 1}
 
 
 class StoredBucket(WireModel):
-    """One bucket in a file. ``size_bytes`` and ``checksum`` (XXH3-128) are those of its tensors, without the header."""
+    """One bucket in a file. ``size_bytes`` and ``checksum`` (XXH3-128) refer to its tensors, without the header."""
 
     file: str = Field(pattern=r"^[0-9]{5,9}\.safetensors$")
     size_bytes: int = Field(ge=0)
@@ -66,7 +67,7 @@ class StoredBucket(WireModel):
 
 
 class StoredUpdate(WireModel):
-    """A completely stored update: what was announced, and the file of each of its buckets, in order."""
+    """A completely stored update: its announcement, and the file of each of its buckets, in order."""
 
     update: WeightUpdate
     buckets: tuple[StoredBucket, ...]
@@ -95,7 +96,7 @@ def bucket_name(index: int) -> str:
 
 
 def safetensors_header(specs: Sequence[TensorSpec], ref: UpdateRef, index: int) -> bytes:
-    """Return the header before the packed bytes of a bucket, padded so that the bytes are aligned."""
+    """Return the header that precedes the packed bytes of a bucket, padded so that the bytes are aligned."""
     fields: dict[str, Any] = {"__metadata__": _identity(ref, index)}
     offset = 0
     for spec in specs:
@@ -120,7 +121,7 @@ def header_length(first_bytes: bytes, file_bytes: int, size_bytes: int) -> int:
 
 
 def check_header(text: bytes, ref: UpdateRef, index: int, size_bytes: int) -> None:
-    """Raise ``ValueError`` unless this is the header of that bucket, of ``size_bytes`` bytes without gaps."""
+    """Raise ``ValueError`` unless this is the header of this bucket, with ``size_bytes`` of data without gaps."""
     try:
         fields = json.loads(text)
         found = fields.pop("__metadata__", {})
@@ -156,10 +157,10 @@ def _identity(ref: UpdateRef, index: int) -> dict[str, str]:
 
 
 def take_lease(directory: Path, run: str, update: str, name: str) -> None:
-    """Keep a complete update for `LEASE_S` more seconds, ending any lease of the same name on a different update.
+    """Keep a complete update for `LEASE_S` more seconds. End any lease with the same name on a different update.
 
-    Raises ``FileNotFoundError`` if the update was removed. Readers without write permission silently get no lease, but
-    still notice when the update is removed.
+    Raises ``FileNotFoundError`` if the update was removed. A reader without write permission gets no lease and no
+    error, but still notices when the update is removed.
     """
     path = directory / run / update
     if not (path / MANIFEST).is_file():
@@ -182,7 +183,7 @@ def take_lease(directory: Path, run: str, update: str, name: str) -> None:
 
 
 def _lease_time(path: Path) -> float:
-    """Return when a lease on an update was last renewed, 0 if that is too long ago."""
+    """Return when a lease on an update was last renewed; 0 if that was too long ago."""
     times = [0.0]
     for file in path.glob("lease-*"):
         with contextlib.suppress(OSError):
@@ -195,14 +196,14 @@ def _lease_time(path: Path) -> float:
 
 
 class BucketStore:
-    """The writing side of a directory of updates. ``is_durable`` specifies whether files must survive a power loss.
+    """The writing side of a directory of updates. ``is_durable`` says whether files must survive a power loss.
 
-    If they need not, later updates overwrite the files of removed updates, which avoids allocating memory. A reader of
-    such an update then finds bytes that do not match its checksums.
+    If they need not survive one, later updates overwrite the files of removed updates, which avoids allocating memory.
+    A reader of a removed update then finds bytes that do not match the update's checksums.
 
-    An update is complete, and `LATEST` names it, as soon as its last bucket is stored. Followers of the directory do
-    not depend on whether endpoints applied it. The newest complete update stays, two of them if files are durable, and
-    the open one and a few leased ones.
+    An update is complete, and `LATEST` names it, as soon as its last bucket is stored. It does not matter to followers
+    of the directory whether endpoints applied the update. The store keeps the newest complete update (the newest two if
+    files are durable), the open update and a few leased ones.
     """
 
     def __init__(self, directory: Path, *, is_durable: bool) -> None:
@@ -214,7 +215,7 @@ class BucketStore:
         self._spare: list[Path] = []
 
     def begin(self, update: WeightUpdate) -> None:
-        """Prepare for an update, removing the files that an earlier attempt of the same name left.
+        """Prepare for an update. Remove any files that an earlier attempt with the same name left behind.
 
         Raises `TransferError`.
         """
@@ -267,7 +268,7 @@ class BucketStore:
     def end(self, *, is_done: bool) -> None:
         """Mark the open update as ended.
 
-        If an endpoint may still read it, its files stay until the next update begins.
+        If an endpoint may still be reading the update, its files stay until the next update begins.
         """
         with self._lock:
             opened, self._open = self._open, None
@@ -312,7 +313,7 @@ class BucketStore:
         self._settle(path.parent)
 
     def _settle(self, directory: Path) -> None:
-        """Make the entries of a directory survive a power loss."""
+        """Ensure that the entries of a directory survive a power loss."""
         if not self._is_durable:
             return
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -322,7 +323,7 @@ class BucketStore:
             os.close(fd)
 
     def _prune(self, run: Path) -> None:
-        """Remove all but the newest complete updates, by completion time, since versions may go back."""
+        """Remove all but the newest complete updates. Completion time decides, since version numbers may decrease."""
         completed: list[tuple[int, Path]] = []
         with os.scandir(run) as entries:
             for entry in entries:
@@ -345,7 +346,7 @@ class BucketStore:
             _remove(path)
 
     def _spare_files(self, path: Path) -> None:
-        """Keep the files of the newest removed update, to be overwritten."""
+        """Keep the files of the most recently removed update, so that they can be overwritten."""
         (path / MANIFEST).unlink(missing_ok=True)  # from here on the update is not complete
         for unused in self._spare:
             unused.unlink(missing_ok=True)
@@ -364,7 +365,7 @@ class _OpenUpdate:
 
 
 def _remove(path: Path) -> None:
-    """Remove an update. Its manifest goes first, so that the update no longer counts as complete."""
+    """Remove an update. Its manifest is removed first, so that the update no longer counts as complete."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)  # files that a reader on NFS has open go when the next update begins
 

@@ -1,4 +1,6 @@
-"""The records that shared-memory transports write: one small file for each bucket of an update. Maps no memory."""
+"""The records that shared-memory transports write: one small file for each bucket of an update. This module maps no
+memory.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ from inflight.weights.transports.store import Attempt, parse_message, read_text,
 from inflight.wire import UpdateRef, WireModel
 
 PAGE = mmap.ALLOCATIONGRANULARITY
-"""Buckets begin at multiples of this many bytes."""
+"""Buckets begin at multiples of this number of bytes."""
 _MAX_RECORD_BYTES = 1 << 16
 
 
 class BucketRecord(WireModel):
-    """The position of one bucket, and the update to which it belongs."""
+    """The position of one bucket in its arena, and the update to which it belongs."""
 
     ref: UpdateRef
     index: int = Field(ge=0)
@@ -37,7 +39,7 @@ def write_record(directory: Path, record: BucketRecord) -> Path:
 def await_record(directory: Path, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> BucketRecord:
     """Return the record of a bucket once it exists.
 
-    Raises `TransferError` at the deadline, or for another bucket's record.
+    Raises `TransferError` at the deadline, or if the record is for a different bucket.
     """
     name = _record_name(ref, index)
     path = directory / name
@@ -60,7 +62,7 @@ def await_record(directory: Path, ref: UpdateRef, index: int, size_bytes: int, a
 
 
 def round_up_to_pages(size_bytes: int) -> int:
-    """Return the size rounded up to whole pages."""
+    """Return the size, rounded up to whole pages."""
     return -(-size_bytes // PAGE) * PAGE
 
 

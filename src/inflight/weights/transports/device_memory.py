@@ -1,7 +1,7 @@
-"""Memory that processes share on one host: a GPU's, by CUDA handles, or the host's own. Nothing is pickled.
+"""Memory that processes on one host share: GPU memory, through CUDA handles, or host memory. Nothing is pickled.
 
-A handle is a small message. CUDA's holds what torch itself passes between processes
-(`torch.multiprocessing.reductions`), with bytes as base64.
+A handle is a small message. A CUDA handle contains the values that torch itself passes between processes
+(`torch.multiprocessing.reductions`), with bytes encoded as base64.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _Storage: Any = torch.UntypedStorage  # its stubs leave out the sharing of CUDA 
 
 
 class MemoryHandle(WireModel):
-    """How another process maps ``size_bytes`` of memory.
+    """A description with which another process maps ``size_bytes`` of memory.
 
-    ``memory`` names it; the other fields are internal to CUDA and torch.
+    ``memory`` names the memory; the other fields are internal to CUDA and torch.
     """
 
     size_bytes: Natural
@@ -41,7 +41,7 @@ class MemoryHandle(WireModel):
 
 
 class DeviceMemory(Protocol):
-    """Memory of one device: the sender shares it, and receivers map it."""
+    """Memory of one device, which the sender shares and receivers map."""
 
     @property
     @abstractmethod
@@ -57,16 +57,16 @@ class DeviceMemory(Protocol):
     def allocate(self, size_bytes: int, path: Path) -> tuple[torch.Tensor, MemoryHandle]:
         """Return new memory, uint8 [size_bytes], and its handle.
 
-        The memory may be a file at ``path``, which does not exist yet. Raises `OSError`, `RuntimeError`.
+        The memory may be a file at ``path``, which does not exist yet. Raises `OSError` or `RuntimeError`.
         """
 
     @abstractmethod
     def release(self, handle: MemoryHandle) -> None:
-        """Record that no process maps the memory any more, and that the tensor is about to be freed."""
+        """Record that no process maps the memory any more and that the tensor is about to be freed."""
 
     @abstractmethod
     def mapping_problem(self, place: str) -> str | None:
-        """Return why memory of that place cannot be mapped here, or None if it can."""
+        """Return why memory of the device ``place`` cannot be mapped in this process, or None if it can."""
 
     @abstractmethod
     def map_memory(self, handle: MemoryHandle, place: str) -> torch.Tensor:
@@ -77,7 +77,9 @@ class DeviceMemory(Protocol):
 
 
 _of_this_process: weakref.WeakValueDictionary[tuple[str, int], torch.Tensor] = weakref.WeakValueDictionary()
-"""CUDA does not let a process map its own memory, and an embedded engine may run in the trainer's process."""
+"""The memory that this process shares: CUDA does not let a process map its own memory, and an embedded engine may run
+in the trainer's process.
+"""
 
 
 class CudaMemory(DeviceMemory):
@@ -145,7 +147,7 @@ class CudaMemory(DeviceMemory):
 
 
 class HostMemory(DeviceMemory):
-    """Memory of this host, in files of the sender's directory: the same transport without a GPU."""
+    """Memory of this host, in files in the sender's directory. With it, the transport works without a GPU."""
 
     device = torch.device("cpu")
     place = "host"

@@ -1,4 +1,4 @@
-"""Serves a directory of updates over HTTP, in ranges, to clients with the token."""
+"""Serves a directory of updates over HTTP, in byte ranges, to clients that have the token."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _STOP_S = 5.0
 
 
 class FileServer:
-    """Serves ``directory`` from a thread of this process, on ``address`` only, as ``url`` and with ``token``.
+    """Serves ``directory`` at ``url`` from a thread of this process, only on ``address``, to clients with ``token``.
 
-    ``port`` 0 means any free port; without a token a new one is generated. Raises `TransferError` if the address cannot
-    be bound.
+    ``port`` 0 means any free port. Without a token, a new one is generated. Raises `TransferError` if the address
+    cannot be bound.
     """
 
     def __init__(self, directory: Path, address: str, port: int = 0, token: str | None = None) -> None:
@@ -63,7 +63,7 @@ class FileServer:
             time.sleep(0.002)
 
     def stop(self) -> None:
-        """Close every connection and stop. Idempotent."""
+        """Close every connection and stop the server. Idempotent."""
         self._server.should_exit = self._server.force_exit = True
         self._thread.join(_STOP_S)
         self._listener.close()
@@ -74,7 +74,7 @@ class _LargeSteps(FileResponse):
 
 
 class _StoredFile(Response):
-    """Sends the contents that a stored file had when it was opened, even if the file is replaced meanwhile."""
+    """Sends the contents that a stored file had when it was opened, even if the file has been replaced since."""
 
     def __init__(self, directory: Path, names: tuple[str, ...]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _StoredFile(Response):
 
 
 def _app(directory: Path, token: str) -> Starlette:
-    """Return the application: GET and HEAD of the stored files, and leases on them."""
+    """Return the application, which answers GET and HEAD for the stored files and handles leases on them."""
     expected = f"Bearer {token}".encode()
 
     def is_allowed(request: Request) -> bool:

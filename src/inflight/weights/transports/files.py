@@ -1,4 +1,4 @@
-"""Weights through files: rank 0 writes each update into a directory, and endpoints read it, at once or later."""
+"""Weights through files: rank 0 writes each update into a directory, and endpoints read it then or later."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FileSender(WeightSender):
         return False
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[DirectorySpec]:
-        """Raises `TransferError` if the directory cannot be made."""
+        """Return one spec per endpoint. Raises `TransferError` if the directory cannot be created."""
         self.abort()
         try:
             (self.directory / run_name(run_id)).mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class FileSender(WeightSender):
         self._store.begin(update)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """On return, the bucket's file is written, and survives a power loss."""
+        """Write a bucket. On return, its file is complete, and survives a power loss if the sender is durable."""
         what = f"storing bucket {bucket.index} in {self.directory}"
         attempt = Attempt(what, timeout_s, self._abandoned)
         attempt.run(lambda: self._store.write(bucket, attempt))
@@ -90,16 +90,16 @@ class FileSender(WeightSender):
         self._store.end(is_done=is_done)
 
     def abort(self) -> None:
-        """Complete updates stay; an update that is being written is removed."""
+        """End the group. Complete updates stay; an update that is being written is removed."""
         abandon(self._abandoned)
         self._is_open = False
         self._store.drop()
 
 
 class FilesReceiver(StoredReceiver):
-    """Base of the receivers of stored files. Those that follow a run call `latest`, `lease` and `read_manifest`.
+    """Base of the receivers of stored files. Followers of a run call `latest`, `lease` and `read_manifest`.
 
-    Tensors arrive on the host, in pinned memory if ``device`` is a GPU.
+    Tensors arrive in host memory, which is pinned if ``device`` is a GPU.
     """
 
     def __init__(self, spec: DirectorySpec | PullSpec, device: torch.device | None = None) -> None:
@@ -130,9 +130,10 @@ class FilesReceiver(StoredReceiver):
         return ref
 
     def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
-        """Return the manifest of a stored update. Raises `TransferError` if it was never complete, or has been removed.
+        """Return the manifest of a stored update. Raises `TransferError` if the update was never complete or was
+        removed.
 
-        Its buckets are received in order by a receiver that began with the same ``ref``.
+        A receiver that began with the same ``ref`` can then receive the update's buckets in order.
         """
         names = (*_place(ref), MANIFEST)
         where = self._describe_file(names)
@@ -146,7 +147,7 @@ class FilesReceiver(StoredReceiver):
         return stored
 
     def lease(self, ref: UpdateRef, name: str, timeout_s: float) -> None:
-        """Keep a stored update a little longer (see `take_lease`). Raises `TransferError` if it was removed."""
+        """Keep a stored update for longer (see `take_lease`). Raises `TransferError` if it was removed."""
         place = _place(ref)
         attempt = Attempt(f"taking a lease on version {ref.version}", timeout_s, self._abandoned)
         if not attempt.run(lambda: self._renew_lease(place, name, attempt)):
@@ -154,18 +155,18 @@ class FilesReceiver(StoredReceiver):
 
     @abstractmethod
     def _describe_file(self, names: Sequence[str]) -> str:
-        """Return the location of a file, for errors."""
+        """Return the location of a file, for use in errors."""
 
     @abstractmethod
     def _read(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> bytes | None:
         """Return the contents of a file, or None if it does not exist.
 
-        Raises `TransferError` if it is longer than allowed.
+        Raises `TransferError` if the file is longer than allowed.
         """
 
     @abstractmethod
     def _renew_lease(self, place: tuple[str, str], name: str, attempt: Attempt) -> bool:
-        """Take a lease on the update that ``place`` (run and session) names; return whether the update exists."""
+        """Take a lease on the update that ``place`` (run and session) names, and return whether the update exists."""
 
     @abstractmethod
     def _fill(self, names: Sequence[str], ref: UpdateRef, index: int, flat: torch.Tensor, attempt: Attempt) -> None:

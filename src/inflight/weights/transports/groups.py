@@ -1,7 +1,7 @@
-"""torch process groups in which buckets are broadcast: how they are created, awaited and abandoned.
+"""torch process groups over which buckets are broadcast: how they are created, awaited and abandoned.
 
-Gloo cannot interrupt a pending operation: callers that drop a group abandon the operation (see
-`inflight.base.threads`), and it ends by its own timeout. `inflight.weights.transports.nccl_group` states how NCCL
+Gloo cannot interrupt a pending operation. A caller that drops a group therefore abandons the operation (see
+`inflight.base.threads`), which ends at its own timeout. `inflight.weights.transports.nccl_group` describes how NCCL
 differs.
 """
 
@@ -25,35 +25,36 @@ from inflight.weights.transports.store import ABANDONED
 
 dist: Any = torch.distributed  # its stubs leave out Gloo's options and the stores
 GRACE_S = 0.5
-"""How much longer than its timeout a call may take, so that its own, more specific error arrives. torch's store may
-retry for twice its timeout; it is abandoned after this."""
+"""How much longer than its timeout, in seconds, a call may take, so that its own, more specific error arrives. torch's
+store may retry for twice its timeout; the call is abandoned after this.
+"""
 _SHORTEST_POLL_S = 0.0001
 _LONGEST_POLL_S = 0.001
 _LATER_S = 5.0
-"""How much later than its caller's deadline a polled operation may end on its own."""
+"""How much later than its caller's deadline, in seconds, a polled operation times out by itself."""
 
 
 class CollectiveGroup(Protocol):
-    """One rank's end of a group; ``raw`` is torch's own object, and ``meeting`` lives as long as the group."""
+    """One rank's end of a group. ``raw`` is torch's own object, and ``meeting`` is kept as long as the group exists."""
 
     raw: Any
     meeting: Any = None
 
     @abstractmethod
     def make_broadcast(self, flat: torch.Tensor, timeout_s: float) -> Callable[[], None]:
-        """Return a call that broadcasts ``flat`` from rank 0, and returns when the broadcast is done on this rank.
+        """Return a function that broadcasts ``flat`` from rank 0, and returns when the broadcast is done on this rank.
 
-        The call blocks and may have to be abandoned, so it must run in its own thread. It raises `RuntimeError`. It
+        The function blocks and may have to be abandoned, so it must run in its own thread. It raises `RuntimeError`. It
         keeps a reference to the group, because freeing a group would wait for the operation.
         """
 
     @abstractmethod
     def gather(self, flat: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
-        """Return on rank 0 what every rank passes, and nothing on the other ranks. Blocks; raises `RuntimeError`."""
+        """Return what every rank passes on rank 0, and an empty list on the others. Blocks. Raises `RuntimeError`."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Abandon the group. Returns at once."""
+        """Abandon the group. Returns immediately."""
 
 
 class GlooGroup(CollectiveGroup):
@@ -66,7 +67,7 @@ class GlooGroup(CollectiveGroup):
         return lambda: self.raw.broadcast(flat, 0, timeout_of(timeout_s)).wait()
 
     def gather(self, flat: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
-        """Data is received from one rank at a time, so that an error names the rank."""
+        """Gather from one rank at a time, so that an error names the rank."""
         if self.raw.rank():
             self.raw.send([flat], 0, 0).wait(timeout_of(timeout_s))
             return []
@@ -86,8 +87,7 @@ class GlooGroup(CollectiveGroup):
 class PolledGroup(CollectiveGroup):
     """A group, such as NCCL's, whose operations have no deadline of their own and whose abort may block for seconds.
 
-    The memory of an operation that has not ended is kept until the group is aborted, because the device may still write
-    to it.
+    The memory of an unfinished operation is kept until the group is aborted, because the device may still write to it.
     """
 
     def __init__(self, raw: Any) -> None:
@@ -138,9 +138,9 @@ class PolledGroup(CollectiveGroup):
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """How the groups of one backend are created. ``device_type`` is the type of device that holds its buckets.
+    """How the groups of one backend are created. ``device_type`` is the type of device on which its buckets are.
 
-    ``make`` takes a store of keys, the rank, the number of ranks, the local address and the timeout in seconds.
+    ``make`` receives a key store, the rank, the number of ranks, the local address and the timeout in seconds.
     """
 
     device_type: Literal["cpu", "cuda"]
@@ -149,7 +149,7 @@ class GroupKind:
 
 
 def new_gloo_group(keys: Any, rank: int, world_size: int, address: str, timeout_s: float) -> Any:
-    """Return torch's gloo group, which binds to ``address``. Raises `RuntimeError`."""
+    """Return a torch gloo group that binds to ``address``. Raises `RuntimeError`."""
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = timeout_of(timeout_s)
@@ -163,12 +163,12 @@ NCCL = GroupKind(
 
 
 def timeout_of(timeout_s: float) -> timedelta:
-    """Return a timeout of at least a millisecond: Gloo counts whole milliseconds, and treats 0 as no timeout."""
+    """Return a timeout of at least a millisecond, because Gloo counts whole milliseconds and treats 0 as no timeout."""
     return timedelta(seconds=max(timeout_s, 0.001))
 
 
 def local_address_for(address: str, port: int) -> str:
-    """Return the local address from which packets to ``address`` are sent, so that no wider address is bound."""
+    """Return the local address from which packets to ``address`` are sent, so that only this address need be bound."""
     family, kind, _, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)

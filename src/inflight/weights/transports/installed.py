@@ -1,4 +1,4 @@
-"""The transports that inflight itself installs. Creating an end imports torch."""
+"""The transports that inflight itself installs. Creating a sender or receiver imports torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ProcessGroupTransport(Transport):
-    """One broadcast for each bucket, in a process group of torch."""
+    """One broadcast per bucket in a torch process group."""
 
     spec_type = ProcessGroupSpec
 
@@ -43,7 +43,7 @@ class ProcessGroupTransport(Transport):
 
 
 class SharedMemoryTransport(Transport):
-    """Buckets in memory that all processes of the host can map."""
+    """Buckets in host memory that all processes on the host can map."""
 
     name = "shm"
     spec_type = DirectorySpec
@@ -87,7 +87,7 @@ class IpcTransport(Transport):
 
 
 class FileTransport(Transport):
-    """Buckets as files in a directory that every endpoint sees."""
+    """Buckets as files in a directory that every endpoint can read."""
 
     name = "file"
     spec_type = DirectorySpec

@@ -1,7 +1,7 @@
 """Weights through GPU memory: rank 0 writes buckets to the memory of its GPU, and endpoints on the same GPU map it.
 
-An arena's file holds the handle of its memory. CUDA may not free memory that another process maps, so an arena outlives
-its sender until its last lock is released.
+An arena's file contains the handle of the arena's memory. CUDA must not free memory that another process maps, so an
+arena outlives its sender until the last lock on it is released.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_HANDLE_BYTES = 1 << 16
 
 
 class IpcMemory(ArenaMemory):
-    """The memory of a device, which handles share."""
+    """The memory of a device, shared through handles."""
 
     sends_from_device = True
     outlives_sender = False

@@ -1,7 +1,8 @@
-"""The key-value store in which the ranks of a weight group meet. The sender serves it to ranks that know its secret.
+"""The key-value store through which the ranks of a weight group meet. The sender serves it to ranks that know its
+secret.
 
 A client can set keys, wait for keys, and read a key. It cannot list or delete them. The number and size of entries are
-bounded, so that no client can fill the sender's memory.
+limited, so that no client can fill the sender's memory.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from inflight.wire.fields import Items
 
 _MAX_FRAME_BYTES = 1 << 20
 _LIMITS_PER_RANK = (2, 16, 64 << 10)
-"""Maximum numbers of clients, keys and bytes of values, for each rank of the group."""
+"""Maximum numbers of clients, keys and bytes of values per rank of the group."""
 _MIN_RANKS = 64
-"""The limits allow for at least this many ranks."""
+"""The limits are computed for at least this many ranks."""
 _MAX_NAMED = 5
-"""Maximum number of missing keys that an answer names."""
+"""Maximum number of missing keys named in an answer."""
 _ANSWER_S = 0.2
-"""How much longer than its timeout a call waits for the answer, which names the keys that are missing."""
+"""How much longer than its timeout, in seconds, a call waits for the answer, which names the missing keys."""
 _STOP_S = 5.0
 _SHORTEST_S = 0.001
 _AGAIN_S = 0.02
@@ -43,15 +44,15 @@ dist: Any = torch.distributed  # its stubs leave out what subclasses of a store 
 
 
 class _Request(WireModel):
-    """Set the first key to the bytes that follow, or wait until all keys are set."""
+    """A request to set the first key to the bytes that follow, or to wait until all keys are set."""
 
     keys: Items[Annotated[str, Field(max_length=1024)]] = Field(min_length=1)
     timeout_s: float | None = Field(default=None, ge=0)
-    """How long to wait for the keys. None means that the request sets a key."""
+    """How long to wait for the keys, in seconds. None means that the request sets a key."""
 
 
 class _Answer(WireModel):
-    """The outcome of a request. If all keys are set, the value of the first key follows."""
+    """The outcome of a request. If all keys are set, the value of the first key follows it."""
 
     missing: tuple[str, ...] = ()
     refusal: str = ""
@@ -152,10 +153,10 @@ class _Waiter:
 
 
 class KeyStore(dist.Store):  # type: ignore[misc]
-    """A client's view of `HostedKeys`, in which torch's groups can be formed. torch calls it from its own threads.
+    """A client's view of `HostedKeys`, through which torch can form groups. torch calls it from its own threads.
 
-    Its calls raise `TransferError`. A group needs the store until it is formed, so the Python object must live at least
-    that long.
+    Its methods raise `TransferError`. A group needs the store until it is formed, so this Python object must be kept at
+    least that long.
     """
 
     def __init__(self, address: str, port: int, secret: bytes, rank: int, timeout_s: float) -> None:
@@ -193,7 +194,7 @@ class KeyStore(dist.Store):  # type: ignore[misc]
         return not self._ask(_Request(keys=tuple(keys), timeout_s=0.0), b"", self._timeout_s)[0].missing
 
     def close(self) -> None:
-        """End the connection, and a call that is pending in another thread."""
+        """Close the connection, which ends any call that is pending in another thread."""
         self._connection.close()
 
     def _found(self, keys: Sequence[str], timeout_s: float) -> bytes:

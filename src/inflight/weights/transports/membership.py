@@ -1,11 +1,12 @@
-"""How the ranks of a weight group meet, and prove on the formed group that they belong to it.
+"""How the ranks of a weight group find each other, and prove over the formed group that they belong to it.
 
-Ranks meet by setting keys in the store that the sender hosts, and form the group through it. Closing the store ends
-every pending join, on either side. Before anything is sent, each rank proves on the group itself that it knows the
+Ranks meet by setting keys in the store that the sender hosts, and form the group through this store. Closing the store
+ends every pending join on both sides. Before anything is sent, each rank proves over the group itself that it knows the
 group's secret, because gloo accepts any connection to a rank's port as another rank.
 
-An engine that joins with torch itself can do neither. If any rank belongs to such an engine, the group is formed
-through torch's TCPStore, which anyone on the network may use, and nothing is proved.
+An engine that joins groups with its own torch code can neither use this store nor prove that it knows the secret. If
+any rank belongs to such an engine, the group is formed through torch's TCPStore, which anyone on the network may use,
+and no rank proves anything.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ _NONCE_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The ranks of a group that have met: the store in which they form it, and torch's own if an engine needs it."""
+    """The ranks of a group that have met: the store through which they form it, and torch's own if an engine
+    needs it.
+    """
 
     keys: KeyStore
     torch_store: Any = None
@@ -49,7 +52,7 @@ class Meeting:
 def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind = GLOO) -> CollectiveGroup:
     """Return the group that ``spec`` describes, joined as ``rank`` from ``address`` once all ranks have arrived.
 
-    Raises `TransferError`, which names any rank that does not prove that it belongs to the group.
+    Raises `TransferError`, which names any rank that cannot prove that it belongs to the group.
     """
     deadline = time.monotonic() + spec.timeout_s
     meeting = meet(spec, [rank])
@@ -82,7 +85,7 @@ def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind 
 def meet(spec: ProcessGroupSpec, ranks: Sequence[int], *, by_torch: bool = False) -> Meeting:
     """Announce ``ranks`` in the group's store, and return once all ranks are announced.
 
-    ``by_torch`` means that the ranks join with torch itself. Raises `TransferError`.
+    ``by_torch`` means that an engine joins these ranks with its own torch code. Raises `TransferError`.
     """
     deadline = time.monotonic() + spec.timeout_s
     keys = KeyStore(spec.master_address, spec.master_port, spec.secret.encode(), ranks[0], deadline - time.monotonic())
@@ -105,7 +108,7 @@ def meet(spec: ProcessGroupSpec, ranks: Sequence[int], *, by_torch: bool = False
 
 
 def _torch_store(keys: KeyStore, spec: ProcessGroupSpec, rank: int, deadline: float) -> tuple[Any, int]:
-    """Return torch's store, and the port at which rank 0 hosts it."""
+    """Return torch's store, and the port on which rank 0 hosts it."""
     if rank == 0:
         store, port = host_store(spec.master_address, spec.timeout_s)
         keys.set(_TORCH_PORT, str(port))
@@ -134,7 +137,7 @@ def host_store(address: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def announce_send(group: CollectiveGroup, index: int) -> None:
-    """Notify the engines that joined with torch itself that bucket ``index`` is being sent. Raises `RuntimeError`."""
+    """Tell engines that joined with their own torch code that bucket ``index`` is being sent. Raises `RuntimeError`."""
     if group.meeting is not None and group.meeting.torch_store is not None:
         group.meeting.torch_store.set(_send_key(index), "")
 
@@ -149,7 +152,7 @@ def _send_key(index: int) -> str:
 def _prove_membership(
     group: CollectiveGroup, keys: KeyStore, spec: ProcessGroupSpec, rank: int, kind: GroupKind, deadline: float
 ) -> None:
-    """Return once every rank has proved to rank 0, and rank 0 to every rank, that it knows the group's secret."""
+    """Return once every rank has proved to rank 0, and rank 0 to every other rank, that it knows the group's secret."""
     device = torch.device("cuda", torch.cuda.current_device()) if kind.device_type == "cuda" else torch.device("cpu")
     nonce = keys.get(_NONCE)
     mine = _tensor(_proof(spec, nonce, rank), device)
@@ -181,13 +184,13 @@ def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
 
 
 class AnnouncedRanks:
-    """The ranks of an engine that joins and receives with torch itself.
+    """The ranks of an engine that joins and receives with its own torch code.
 
-    The engine's waits have no deadline and cannot be interrupted.
+    This class is needed because the engine's waits have no deadline and cannot be interrupted.
 
-    Announces ``spec.rank`` and the ranks after it on the engine's behalf. Once `meet` returns, every other rank has
-    arrived and is joining; once `await_send` returns, the sender is sending. Calling `abandon` from another thread ends
-    both early, with `TransferError`.
+    It announces ``spec.rank`` and the ranks after it on the engine's behalf. Once `meet` returns, every other rank has
+    arrived and is joining; once `await_send` returns, the sender is sending. Calling `abandon` from another thread
+    makes both raise `TransferError` early.
     """
 
     def __init__(self, spec: ProcessGroupSpec, num_ranks: int) -> None:
@@ -197,7 +200,7 @@ class AnnouncedRanks:
         self._store: Any = None
 
     def meet(self) -> int:
-        """Block until all ranks have arrived; return the port of torch's store, through which the engine joins.
+        """Block until all ranks have arrived. Return the port of torch's store, through which the engine joins.
 
         Raises `TransferError` after ``spec.timeout_s`` seconds.
         """
@@ -226,5 +229,5 @@ class AnnouncedRanks:
             raise transfer_error(error, what) from error
 
     def abandon(self) -> None:
-        """End the pending calls. Returns at once. Idempotent."""
+        """End the pending calls. Returns immediately. Idempotent."""
         abandon(self._abandoned)

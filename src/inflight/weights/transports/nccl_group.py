@@ -1,13 +1,13 @@
 """Creates an NCCL group whose failures never end the process.
 
-torch's ProcessGroupNCCL starts two threads of its own. The watchdog ends the process when an operation fails or takes
-longer than the group's timeout, unless it is configured only to clean up; even then it asks every monitor of the
-process to dump and exit. The monitor ends the process when the watchdog hangs, which can happen while the watchdog
-aborts a communicator. Here the caller of an operation watches the operation
-(`inflight.weights.transports.groups.PolledGroup`), and no such thread is needed. All of this is set by environment
-variables only, which the group reads while it is constructed.
+torch's ProcessGroupNCCL starts two threads of its own. The watchdog ends the process when an operation fails or exceeds
+the group's timeout, unless it is configured only to clean up. Even then, it asks every monitor in the process to dump
+and exit. The monitor ends the process when the watchdog hangs, which can happen while the watchdog aborts a
+communicator. Here, the caller of an operation watches the operation (`inflight.weights.transports.groups.PolledGroup`),
+so neither thread is needed. They can only be configured by environment variables, which the group reads while it is
+constructed.
 
-The source of these facts: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
+Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ QUIET: Mapping[str, str] = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # a monitor that is started anyway ends nothing
 }
 _OPERATION_TIMEOUT = timedelta(days=14)
-"""Longer than any deadline or lease that the protocol allows, so that our own deadlines always expire first."""
+"""Longer than any deadline or lease that the protocol allows, so that inflight's own deadlines always expire first."""
 
 _constructing = threading.Lock()
 
 
 def new_nccl_group(keys: Any, rank: int, world_size: int) -> Any:
-    """Return torch's NCCL group. Raises `RuntimeError`, or `TransferError` if torch was built without NCCL.
+    """Return a torch NCCL group. Raises `RuntimeError`, or `TransferError` if torch was built without NCCL.
 
-    No communicator exists before the first operation, because ranks that joined with torch itself (SGLang's) create
-    theirs then.
+    The communicator is created only by the first operation, because ranks that join with an engine's own torch code
+    (SGLang's) create theirs then.
     """
     if not dist.is_nccl_available():
         raise TransferError("this build of torch has no NCCL; use the gloo transport")
@@ -52,7 +52,7 @@ def new_nccl_group(keys: Any, rank: int, world_size: int) -> Any:
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, and restore the user's values on exit. Only one thread at a time may enter."""
+    """Set environment variables, and restore the user's values on exit. Only one thread can enter at a time."""
     with _constructing:
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)

@@ -2,7 +2,8 @@
 
 The directories of a dead process are removed when the next directory is created.
 
-The process holds a lock on a file in its directory; the operating system releases the lock however the process ends.
+The process holds a lock on a file in its directory. The operating system releases the lock no matter how the process
+ends.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ _LOCK = "lock"
 
 
 class PrivateDirectory:
-    """A new directory below ``parent``, mode 0700, with a random name, as ``path``.
+    """A new directory ``path`` in ``parent``, with a random name and the mode 0700.
 
-    Creating it removes directories that killed processes of this user left below ``parent``. Raises `OSError`.
+    The constructor removes directories that killed processes of this user left in ``parent``. Raises `OSError`.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -41,7 +42,9 @@ class PrivateDirectory:
                 os.close(self._lock)
 
     def remove(self) -> None:
-        """Remove the directory with its contents. Files that are open or mapped stay readable there. Idempotent."""
+        """Remove the directory with its contents. Processes that have its files open or mapped can still read them.
+        Idempotent.
+        """
         lock, self._lock = self._lock, -1
         if lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -49,7 +52,7 @@ class PrivateDirectory:
 
 
 def remove_left_behind(parent: Path) -> None:
-    """Remove the directories that dead processes of this user left below ``parent``. Raises `OSError`."""
+    """Remove the directories that dead processes of this user left in ``parent``. Raises `OSError`."""
     with os.scandir(parent) as entries:
         names = [entry.name for entry in entries if _NAME.fullmatch(entry.name)]
     for path in (parent / name for name in names):
@@ -78,6 +81,6 @@ def _try_lock(fd: int) -> bool:
 
 
 def memory_directory() -> Path:
-    """Return the directory whose files are in this host's memory, or the temporary directory."""
+    """Return the directory whose files are in this host's memory, or else the temporary directory."""
     shm = Path("/dev/shm")
     return shm if os.access(shm, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())

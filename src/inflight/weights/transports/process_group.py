@@ -1,7 +1,7 @@
-"""Weights by one broadcast per bucket over a private gloo or NCCL group; torch's default group is never touched.
+"""Weights through one broadcast per bucket over a private gloo or NCCL group. torch's default group is never used.
 
-The sender is rank 0 and hosts the store in which the ranks meet (`inflight.weights.transports.membership`). Sender and
-receiver are the same code for both backends; `inflight.weights.transports.groups` contains the differences.
+The sender is rank 0 and hosts the store through which the ranks meet (`inflight.weights.transports.membership`). Sender
+and receiver are the same for both backends; `inflight.weights.transports.groups` contains the differences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KINDS: Mapping[GroupTransport, GroupKind] = {"gloo": GLOO, "nccl": NCCL}
 
 
 class ProcessGroupSender(WeightSender, SendsFromDevice):
-    """Trainer rank 0's end. Endpoints connect to ``address``. ``kind`` replaces the groups of the transport's backend.
+    """Trainer rank 0's end. Endpoints connect to ``address``. ``kind`` replaces the transport's kind of group.
 
     Raises `ConfigError` if the transport needs a GPU and torch sees none.
     """
@@ -58,7 +58,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
         self._num_sent = 0
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
-        """Raises `TransferError` if the address cannot be bound."""
+        """Return one spec per endpoint. Raises `TransferError` if the address cannot be bound."""
         self.abort()
         secret, world_size = secrets.token_hex(32), 1 + sum(num_ranks)
         hosted = HostedKeys(self._address, secret.encode(), world_size)
@@ -90,7 +90,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
         return self._kind.sends_from_device
 
     def begin(self, update: WeightUpdate) -> None:
-        """Receivers distinguish buckets by their order."""
+        """Begin an update. Nothing is sent, because receivers tell buckets apart by their order."""
         with self._lock:
             self._ref = update.ref
 
@@ -114,7 +114,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
         raise TransferError(ABANDONED)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """On return, the bytes have been sent; only the receiver knows whether they arrived."""
+        """Send a bucket. On return, its bytes have been sent; only the receivers know whether they arrived."""
         with self._lock:
             refuse_stray(bucket, self._ref)
             group, abandoned = self._group, self._abandoned
@@ -201,7 +201,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         return unpack(flat, specs)
 
     def receive_ahead(self, specs: Sequence[TensorSpec], timeout_s: float) -> None:
-        """Do nothing over NCCL: a kernel that waits for its sender would occupy processors that sampling needs."""
+        """Start to receive a bucket early over gloo. Over NCCL, do nothing: a waiting kernel would slow sampling."""
         group = self._group
         if group is None or self._kind.sends_from_device:
             return

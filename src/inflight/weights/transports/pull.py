@@ -1,6 +1,6 @@
-"""Weights over HTTP: rank 0 stores each update in files and serves them, and endpoints fetch them in ranges.
+"""Weights over HTTP: rank 0 stores each update in files and serves them, and endpoints fetch them in byte ranges.
 
-An endpoint may start later and read at its own speed. After a broken connection it resumes where it stopped.
+An endpoint may start later and read at its own speed. After a broken connection, it resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPENING_BYTES = 1 << 16
 class PullSender(WeightSender):
     """Trainer rank 0's end. Endpoints connect to ``address``.
 
-    Files are written to ``directory`` and stay there; without it, they are in a temporary directory, which `abort`
+    Files are written to ``directory`` and stay there. Without it, they are in a temporary directory, which `abort`
     removes.
     """
 
@@ -44,7 +44,7 @@ class PullSender(WeightSender):
         return False
 
     def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[PullSpec]:
-        """The server keeps running from one group to the next, until `abort`."""
+        """Return one spec per endpoint. The server keeps running from one group to the next, until `abort`."""
         try:
             files = self._files = self._files or self._stored_in()
             files.specs(run_id, num_ranks, timeout_s)
@@ -73,7 +73,7 @@ class PullSender(WeightSender):
         self._opened().begin(update)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """On return, the bucket can be fetched."""
+        """Store a bucket. On return, it can be fetched."""
         self._opened().send(bucket, timeout_s)
 
     def end(self, *, is_done: bool) -> None:
@@ -106,7 +106,7 @@ class PullReceiver(FilesReceiver):
         self._client = RangeClient(spec.url, spec.token)
 
     def join(self) -> None:
-        """Raises `TransferError` at once if the server refuses the token."""
+        """Raise `TransferError` immediately if the server refuses the token."""
         self.latest(self._join_s, "joining the weight group")
 
     def abort(self) -> None:

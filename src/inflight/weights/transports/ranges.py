@@ -1,7 +1,7 @@
-"""Reads files of an HTTP server in ranges, over a few connections at once, into existing memory.
+"""Reads files from an HTTP server in byte ranges, over a few connections at once, into existing memory.
 
-If a connection is cut, the range is requested again from the byte reached. This module uses http.client because it
-reads from the socket straight into the buffer, which takes a third of the time of a client that returns chunks.
+If a connection is cut, the rest of the range is requested again. This module uses http.client because it reads from the
+socket straight into the buffer, which takes a third of the time that clients that return chunks need.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class NotThereError(Exception):
 
 
 class _CutError(Exception):
-    """The connection or the server failed in a way that may be temporary."""
+    """The connection or the server failed, perhaps only temporarily."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The first bytes of a file, its length, and a tag that distinguishes it from a file that replaces it."""
+    """The first bytes of a file, its length, and a tag that distinguishes it from any file that replaces it."""
 
     first_bytes: bytes
     file_bytes: int
@@ -48,7 +48,7 @@ class Opening:
 
 @dataclass(slots=True)
 class _Part:
-    """The part of ``data`` that holds a file from byte ``start`` on; ``done`` bytes of it have arrived."""
+    """The part of ``data`` for the bytes of a file from ``start`` on, of which ``done`` have arrived."""
 
     start: int
     data: memoryview
@@ -74,7 +74,7 @@ class RangeClient:
         return f"{self._url}{_path(names)}"
 
     def read_opening(self, names: Sequence[str], max_bytes: int, attempt: Attempt) -> Opening:
-        """Return at most ``max_bytes`` of the beginning of a file. Raises `NotThereError`, `TransferError`."""
+        """Return at most ``max_bytes`` from the beginning of a file. Raises `NotThereError` or `TransferError`."""
         backoff = Backoff(_FIRST_BACKOFF_S, _LAST_BACKOFF_S)
         while True:
             try:
@@ -115,7 +115,7 @@ class RangeClient:
             raise failures[0]
 
     def close(self) -> None:
-        """Close every connection, ending pending calls. Idempotent."""
+        """Close every connection, which ends pending calls. Idempotent."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -160,9 +160,9 @@ class RangeClient:
     def _request_range(
         self, names: Sequence[str], start: int, stop: int, attempt: Attempt, tag: str | None = None
     ) -> Iterator[tuple[http.client.HTTPResponse, Opening]]:
-        """Request a range; yield the unread answer and the opening of the file. A fully read connection is reused.
+        """Request a range. Yield the unread response and the file's opening. A fully read connection is reused.
 
-        Raises `NotThereError`, `TransferError` if a retry would not help, and the error of a cut connection.
+        Raises `NotThereError`, `TransferError` if a retry would not help, or the error of a cut connection.
         """
         connection, answer = self._take_connection(attempt), None
         headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={start}-{stop - 1}"}
@@ -209,7 +209,7 @@ class RangeClient:
         return Opening(b"", file_bytes, answer.headers.get("ETag", ""))
 
     def _take_connection(self, attempt: Attempt) -> http.client.HTTPConnection:
-        """Return an idle connection, which may not be open yet."""
+        """Return a connection that is not in use; it may not be open yet."""
         attempt.remaining_s()
         with self._lock:
             if self._is_closed:

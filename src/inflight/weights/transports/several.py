@@ -1,4 +1,4 @@
-"""Receives from several senders at once, with one receiver for each sender."""
+"""Receives from several senders at once, with one receiver per sender."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from inflight.wire import TensorSpec, UpdateRef
 class SeveralReceivers(WeightReceiver):
     """The receivers of one endpoint rank, by sender.
 
-    Buckets that are not divided among senders come from the first sender. ``device`` holds the rank's weights; buckets
-    are assembled there if they arrive ``on_device``, otherwise in host memory.
+    Buckets that are not divided among senders come from the first sender. ``device`` is where the rank's weights are.
+    Buckets are assembled there if they arrive ``on_device``, and otherwise in host memory.
     """
 
     def __init__(self, receivers: Sequence[WeightReceiver], device: torch.device | None, *, on_device: bool) -> None:
@@ -27,7 +27,7 @@ class SeveralReceivers(WeightReceiver):
         self._device = device if on_device else None
 
     def join(self) -> None:
-        """Join one group after another, in the order of the senders."""
+        """Join the groups one after another, in the order of the senders."""
         for receiver in self.receivers:
             receiver.join()
 
@@ -46,9 +46,9 @@ class SeveralReceivers(WeightReceiver):
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def of_each(self, call: Callable[[int, WeightReceiver], None]) -> None:
-        """Call concurrently with the number of each sender and its receiver; return when all calls have returned.
+        """Call ``call`` concurrently with each sender's number and receiver, and return when all calls have.
 
-        Raises the first error at once. The other calls end when the group is left.
+        Raises the first error immediately. The other calls end when the group is left.
         """
         calls = [start_in_thread(partial(call, *it), "inflight-receive-part") for it in enumerate(self.receivers)]
         for ended in wait(calls, return_when=FIRST_EXCEPTION).done:

@@ -1,7 +1,7 @@
-"""Weights through host memory: an arena is a file in memory, which every endpoint maps.
+"""Weights through host memory: an arena is an in-memory file that every endpoint maps.
 
-All endpoints of the host share one set of pages. A file never shrinks, so no mapping loses its pages, and an unlinked
-file stays complete for the processes that map it.
+All endpoints on the host share one set of pages. A file never shrinks, so no mapping loses pages, and an unlinked file
+stays complete for the processes that map it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from inflight.weights.transports.store import PIECE_BYTES, Attempt, bytes_of, wr
 from inflight.wire import DirectorySpec
 
 _POPULATE_WRITE = 23
-"""Linux's MADV_POPULATE_WRITE, which the module mmap does not name."""
+"""Linux's MADV_POPULATE_WRITE, which the mmap module does not define."""
 
 
 class FileMemory(ArenaMemory):
     """Memory of this host, in files.
 
-    A receiver keeps its mappings of the last two arenas, because mapping an arena again takes as long as reading it.
+    A receiver keeps its mappings of the two most recent arenas, because mapping an arena again takes as long as reading
+    it.
     """
 
     device = torch.device("cpu")
@@ -48,7 +49,9 @@ class FileMemory(ArenaMemory):
         return None
 
     def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
-        """A receiver's accidental writes stay private to it, and change the checksums of later updates."""
+        """Map an arena. Accidental writes by a receiver stay private to it, and are detected by later updates'
+        checksums.
+        """
         inode = os.fstat(fd).st_ino
         mapping = self._mappings.pop(inode, None)
         if mapping is None:
@@ -65,8 +68,9 @@ class FileMemory(ArenaMemory):
 
 
 class _File(SenderMemory):
-    """The first write to a page allocates it. First writes go through the file, which does not clear pages first, and
-    does not end the process if memory runs out. Later writes go through a mapping, as a plain copy.
+    """An arena's file, as written by the sender. The first write to a page, which allocates it, goes through the file:
+    this does not clear the page first, and does not end the process if memory runs out. Later writes are plain copies
+    to a mapping.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Code shared by the transports that store buckets: file names, safe opening of files, and deadlines."""
+"""Code shared by transports that store buckets: file names, safe opening of files, and deadlines."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from inflight.weights.encode.bucket_bytes import unpack
 from inflight.wire import TensorSpec, UpdateRef, WireModel
 
 GRACE_S = 0.5
-"""How long to wait beyond the deadline for a call that checks the deadline itself: its own error is more specific than
-a timeout."""
+"""How long, in seconds, to wait beyond the deadline for a call that checks the deadline itself: its own error is more
+specific than a timeout.
+"""
 
 PIECE_BYTES = 16 << 20
 """Number of bytes moved between two checks of the deadline."""
@@ -41,7 +42,7 @@ M = TypeVar("M", bound=WireModel)
 
 
 def run_name(run_id: str) -> str:
-    """Return the directory name of a run: its quoted id, with a digest in place of the part that exceeds the limit."""
+    """Return the directory name of a run: its quoted id; if that is too long, a digest replaces the excess."""
     name = quote(run_id, safe="")
     name = f"%2E{name[1:]}" if name.startswith(".") else name
     if len(name) <= _LONGEST_NAME:
@@ -55,7 +56,7 @@ def session_name(ref: UpdateRef) -> str:
 
 
 class Attempt:
-    """One blocking call: its description, its deadline, and whether its group has been abandoned.
+    """One blocking call, with its description and deadline, and whether its group has been abandoned.
 
     ``reason`` is the text of the error if the call does not finish in time.
     """
@@ -77,7 +78,7 @@ class Attempt:
         return remaining_s
 
     def note(self, error: Exception, reason: str) -> None:
-        """Use ``reason`` as the error's text, unless this call's deadline interrupted an attempt with a better one."""
+        """Use ``reason`` as the error's text, unless the deadline caused ``error`` and an earlier reason is known."""
         is_cut_short = isinstance(error, TimeoutError) and time.monotonic() >= self._deadline
         if self.reason == _NOT_DONE or not is_cut_short:
             self.reason = reason
@@ -107,17 +108,17 @@ class Attempt:
 
 
 def abandon(abandoned: Future[str]) -> None:
-    """End every call that waits for a group. Idempotent."""
+    """End every call that is waiting for a group. Idempotent."""
     with contextlib.suppress(InvalidStateError):
         abandoned.set_result(ABANDONED)
 
 
 @contextlib.contextmanager
 def regular_file(directory: Path, *parts: str, is_private: bool = False) -> Iterator[tuple[int, int]]:
-    """Open a file below ``directory`` for reading; yield its descriptor and its size in bytes.
+    """Open a file below ``directory`` for reading. Yield its descriptor and its size in bytes.
 
     Does not follow symbolic links below ``directory``, and accepts only regular files. A private file must be owned by
-    this user (or root) and must not be accessible to others. Raises `FileNotFoundError`, `TransferError`.
+    this user (or root) and must not be accessible to others. Raises `FileNotFoundError` or `TransferError`.
     """
     path = directory.joinpath(*parts)
     with contextlib.ExitStack() as stack:
@@ -160,7 +161,7 @@ def read_text(directory: Path, *parts: str, max_bytes: int, is_private: bool = F
 
 
 def parse_message(model: type[M], text: bytes, where: object) -> M:
-    """Return a stored message. Raises `TransferError`, which names ``where`` it is stored and what is wrong with it."""
+    """Return a stored message. Raises `TransferError`, which says ``where`` the message is stored and what is wrong."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
@@ -168,7 +169,7 @@ def parse_message(model: type[M], text: bytes, where: object) -> M:
 
 
 def write_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> None:
-    """Write ``data`` from ``offset`` on, checking the deadline periodically."""
+    """Write ``data`` to a file from ``offset`` on, checking the deadline periodically."""
     written = 0
     while written < len(data):
         attempt.remaining_s()
@@ -176,7 +177,7 @@ def write_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> N
 
 
 def read_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> None:
-    """Fill ``data`` from ``offset`` on. Raises `TransferError` if the file ends early."""
+    """Fill ``data`` from ``offset`` of a file on. Raises `TransferError` if the file ends early."""
     done = 0
     while done < len(data):
         attempt.remaining_s()
@@ -192,7 +193,7 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 class StoredReceiver(WeightReceiver):
-    """The common base of the receivers of stored buckets: it tracks the next bucket, its deadline, and abandonment."""
+    """The base class of receivers of stored buckets, which tracks the next bucket, its deadline, and abandonment."""
 
     def __init__(self) -> None:
         self._abandoned: Future[str] = Future()
