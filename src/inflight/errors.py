@@ -100,9 +100,7 @@ class ProtocolError(EndpointError):
 
 
 class PoisonedError(EndpointError):
-    """The endpoint's weights are torn (only partly updated); it refuses to generate until a complete update or a
-    restart.
-    """
+    """The endpoint's weights are torn (partly updated); it refuses to generate until a complete update or a restart."""
 
     code = "poisoned"
 
@@ -114,9 +112,7 @@ class BusyError(EndpointError):
 
 
 class ReleasedError(EndpointError):
-    """The endpoint's memory is released, and it refuses to generate until the memory is restored; its weights are
-    whole.
-    """
+    """The endpoint's memory is released; it refuses to generate until the memory is restored. Its weights are whole."""
 
     code = "released"
 

@@ -256,9 +256,7 @@ class AdamSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The result of one optimizer step: the version after it, the gradient norm before clipping, and the learning rate
-    used.
-    """
+    """The version after an optimizer step, its gradient norm before clipping, and the learning rate that it used."""
 
     version: int
     gradient_norm: float

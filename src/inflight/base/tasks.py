@@ -156,8 +156,7 @@ class TaskOwner:
             task.cancel()
 
     async def aclose(self, wait_s: float | None = 0.0) -> None:
-        """Wait for the tasks, at most ``wait_s`` seconds if given, then cancel the remaining ones and wait for them to
-        end.
+        """Wait for the tasks, at most ``wait_s`` seconds if given, then cancel the rest and wait until they have ended.
 
         Tasks that do not end soon after they are cancelled are logged, and keep running.
         """

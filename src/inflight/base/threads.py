@@ -1,6 +1,4 @@
-"""Blocking calls that can be abandoned: each runs in a daemon thread, which keeps running when its caller stops
-waiting.
-"""
+"""Blocking calls that can be abandoned: each runs in a daemon thread that continues if its caller stops waiting."""
 
 from __future__ import annotations
 

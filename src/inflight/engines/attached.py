@@ -93,8 +93,9 @@ class AttachedEndpoint(ABC):
         self._was_replaced = False  # the group just formed belongs to the process that answers now
 
     async def _refresh_label(self, timeout_s: float | None = None) -> str:
-        """Return the server's label for its weights. Also adopt it, unless the weights may have changed since the
-        request.
+        """Return the server's label for its weights.
+
+        Also adopt it, unless the weights may have changed since the request.
         """
         session, num_changes = self._updates.session, self._updates.session.num_changes
         label = str((await self._routes.get(self._label_path, timeout_s))["weight_version"])
@@ -154,8 +155,9 @@ class AttachedEndpoint(ABC):
 
     @abstractmethod
     async def _render(self, request: ChatCompletionRequest) -> tuple[Sequence[int], Sequence[PromptImage]]:
-        """Return the messages as token ids, with their images. Raises `InvalidRequestError` if the messages are
-        refused.
+        """Return the messages as token ids, with their images.
+
+        Raises `InvalidRequestError` if the messages are refused.
         """
 
     @abstractmethod

@@ -170,8 +170,9 @@ class _KnownClients:
         return ""
 
     def _knows(self, host: str) -> bool:
-        """Return whether a host is an IP address or a known name of this machine: no attacker can make one resolve to
-        it.
+        """Return whether a host is an IP address or a known name of this machine.
+
+        Any other name may have been registered by someone else to resolve to this machine.
         """
         try:
             name = urlsplit(f"//{host}").hostname or ""

@@ -120,8 +120,9 @@ def check_images(images: Sequence[PromptImage], num_tokens: int) -> None:
 
 
 class GenerateRequest(WireModel):
-    """Asks for completions of a prompt of token ids. The caller chooses a ``request_id``, unique among its running
-    requests.
+    """Asks for completions of a prompt of token ids.
+
+    The caller chooses a ``request_id``, unique among its running requests.
     """
 
     request_id: RequestId

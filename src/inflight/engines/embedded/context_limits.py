@@ -10,8 +10,9 @@ from inflight.wire import GenerateRequest, ScoreRequest
 
 @dataclass(frozen=True, slots=True)
 class ContextLimits:
-    """The limits of an engine's requests. ``shortened_to_bytes`` is the KV cache size that shortened the context, or
-    None.
+    """The limits of an engine's requests.
+
+    ``shortened_to_bytes`` is the KV cache size that shortened the context, or None.
     """
 
     max_model_len: int

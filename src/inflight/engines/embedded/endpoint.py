@@ -180,9 +180,7 @@ class EmbeddedEndpoint(
         )
 
     def _timings(self) -> UpdateTimings | None:
-        """Return the timings of the last committed update, including the time to its first token once that has been
-        sampled.
-        """
+        """Return the timings of the last committed update, with the time to its first token once that is known."""
         timings = self._last_timings
         if timings is not None and timings.first_token_s is None:
             timings = timings.model_copy(update={"first_token_s": self._engine.pauses.first_token_s})
@@ -315,9 +313,7 @@ class EmbeddedEndpoint(
         return GenerateResponse.model_construct(request_id=request.request_id, completions=tuple(completions))
 
     async def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield one chunk per step, with one token, or several if drafts are used. Closing the iterator ends the
-        request.
-        """
+        """Yield one chunk per step: one token, or several with drafts. Closing the iterator ends the request."""
         self._updates.session.refuse_to_sample()
         if request.routed_experts:
             raise UnsupportedError("routed_experts cannot be streamed: request the whole completion")

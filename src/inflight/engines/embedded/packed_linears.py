@@ -13,8 +13,9 @@ import torch
 
 
 class PackedLinear(torch.nn.Linear):
-    """A linear layer that multiplies by ``packed_weight``. The layer's owner keeps ``packed_weight`` equal to
-    ``weight``.
+    """A linear layer that multiplies by ``packed_weight``.
+
+    The layer's owner keeps ``packed_weight`` equal to ``weight``.
     """
 
     packed_weight: torch.Tensor

@@ -92,8 +92,9 @@ class Arena:
                 self.resize(len(self.owners))
 
     def resize(self, num_slots: int) -> None:
-        """Reallocate memory for ``num_slots`` slots, at least as many as are occupied. If it raises, nothing has
-        changed.
+        """Reallocate memory for ``num_slots`` slots, at least as many as are occupied.
+
+        If it raises, nothing has changed.
         """
         self.keys_LSKCD, self.values_LSKCD = (
             self._resized(self.keys_LSKCD, num_slots),
@@ -179,9 +180,7 @@ class SlotStore:
         return slot
 
     def expect(self, wanted: Iterable[tuple[Slot, int]]) -> None:
-        """Grow arenas once for all slots that are about to `reserve` these numbers of positions, instead of once per
-        slot.
-        """
+        """Grow arenas once for all slots that are about to `reserve` these numbers of positions, not once per slot."""
         moves = Counter(
             self._arena_for(slot.length + num) for slot, num in wanted if slot.length + num > slot.arena.capacity
         )

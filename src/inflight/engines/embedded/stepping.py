@@ -147,8 +147,9 @@ class StepRunner:
         return self._speculation.verify(drawing, *tokens)
 
     def _run_new(self, new: list[list[Sequence]], prompts: list[PackedPrompt]) -> None:
-        """Start the sequences whose prompts have been computed. All but the first of a group receive copies of its keys
-        and values.
+        """Start the sequences whose prompts have been computed.
+
+        All but the first of a group receive copies of its keys and values.
         """
         for prompt in prompts:
             prompt.slot.length = len(prompt.token_ids)
@@ -215,9 +216,7 @@ def _note_experts(
     drawn: list[DrawnTokens],
     new: list[list[Sequence]],
 ) -> None:
-    """Store the experts of each sequence's tokens: ``num_decoded`` tokens of each running sequence, all tokens of a new
-    one.
-    """
+    """Store the experts of tokens: ``num_decoded`` tokens of each running sequence, and all tokens of new ones."""
     experts_TLK = recorder.take()
     for slot, num, it in zip(slots, num_decoded, drawn, strict=False):
         it.sequence.note_routed(slot.length, experts_TLK[: len(it.token_ids)].copy())

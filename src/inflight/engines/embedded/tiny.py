@@ -132,8 +132,7 @@ def warm_start(
     clean_fraction: float = 0.8,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Imitate demonstrations of a task for ``num_steps`` steps of up to ``batch_size`` problems; fewer if they are
-    long.
+    """Imitate demonstrations of a task for ``num_steps`` steps of ``batch_size`` problems, or fewer if they are long.
 
     For the first ``clean_fraction`` of the steps, all demonstrations are right; afterwards, a ``wrong_fraction`` of
     them ends in a corrupted answer. Problems come from the far end of the task, which a run never reaches. Problems
@@ -203,8 +202,7 @@ def _bytes_of(prompt: str) -> Iterator[int]:
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
-    """Return the answer without part of its first half or, one time in four, with its last character moved to the
-    front.
+    """Return the answer without part of its first half or, one time in four, with its last character put first.
 
     Both errors are about when to stop, and shift the characters. They leave the model's knowledge of the characters
     intact, but a score that compares position by position is close to zero.

@@ -146,8 +146,9 @@ def warm_start_on_images(
     learning_rate: float = 3e-3,
     on_progress: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Imitate answers about pictures for ``num_steps`` steps. A ``wrong_fraction`` of the answers belong to other
-    pictures.
+    """Imitate answers about pictures for ``num_steps`` steps.
+
+    A ``wrong_fraction`` of the answers belong to other pictures.
 
     Items come from the far end of the task, which a run never reaches. The result depends only on the seed and the
     machine's arithmetic. Raises `ConfigError` for an item without a picture or an answer.

@@ -79,8 +79,9 @@ def unpack(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[torch.Tensor
 
 
 class Packer:
-    """Packs buckets before they are sent. It alternates between two buffers, so that one is filled while the other is
-    sent.
+    """Packs buckets before they are sent.
+
+    It alternates between two buffers, so that one is filled while the other is sent.
 
     The buffers are kept, because allocating fresh pages takes longer than the copy itself.
     """
@@ -89,9 +90,7 @@ class Packer:
         self._buffers: list[torch.Tensor | None] = [None, None]
 
     def pack_bucket(self, bucket: WeightBucket) -> WeightBucket:
-        """Return the same bucket with its tensors in one buffer, which is valid until the second call after this
-        one.
-        """
+        """Return the same bucket with its tensors in one buffer; it is valid until the second call after this one."""
         size_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
         if _adjacent_view(bucket.tensors) is not None or not size_bytes:
             return bucket
@@ -100,9 +99,7 @@ class Packer:
         return replace(bucket, tensors=tuple(unpack(flat, bucket.specs)))
 
     def reserve(self, index: int, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory for a bucket, uint8 [at least size_bytes], which is valid until the second call after
-        this one.
-        """
+        """Return memory for a bucket, uint8 [at least size_bytes]; it is valid until the second call after this one."""
         buffer = self._buffers[index % 2]
         if buffer is None or buffer.numel() < size_bytes or buffer.device != device:
             buffer = self._buffers[index % 2] = torch.empty(size_bytes, dtype=torch.uint8, device=device)

@@ -289,8 +289,9 @@ def _gaps(indices: NDArray[np.int64]) -> Elements:
 
 
 def _indices(gaps: Elements, plan: _RunPlan) -> NDArray[np.int64]:
-    """Return the indices of the changed elements, ascending. Raises `TransferError` for gaps that lead outside
-    the run.
+    """Return the indices of the changed elements, ascending.
+
+    Raises `TransferError` for gaps that lead outside the run.
     """
     is_change = gaps != _ESCAPE
     if np.count_nonzero(is_change) != plan.num_changed or (gaps.size and not is_change[-1]):
@@ -358,9 +359,7 @@ class Snapshot:
 
     @property
     def ref(self) -> UpdateRef | None:
-        """The update that every endpoint has applied and whose weights the snapshot holds completely; None if there is
-        none.
-        """
+        """The update that every endpoint has applied and whose weights the snapshot holds completely, or None."""
         return self._ref
 
     def is_cut_as(self, update: WeightUpdate) -> bool:
@@ -369,8 +368,9 @@ class Snapshot:
         return mine is not None and (mine.buckets, mine.manifest) == (update.buckets, update.manifest)
 
     def begin(self, update: WeightUpdate) -> None:
-        """Accept the buckets of ``update`` from now on. They are encoded as deltas if the snapshot is the update's
-        base.
+        """Accept the buckets of ``update`` from now on.
+
+        They are encoded as deltas if the snapshot is the update's base.
         """
         if update.base is None:
             self._flats = {}

@@ -120,9 +120,7 @@ class _Block:
         return torch.from_numpy(view)
 
     def is_needed(self) -> bool:
-        """Return whether the memory is referenced, has been taken since the last call, or was needed at the last
-        call.
-        """
+        """Return whether the memory is referenced, was taken since the last call, or was needed at the last call."""
         before, self._was_needed = self._was_needed, self._was_taken or not self.is_free
         self._was_taken = False
         return before or self._was_needed

@@ -65,8 +65,9 @@ class BucketSink(Protocol):
     @property
     @abstractmethod
     def has_applied(self) -> bool:
-        """Return True from the moment at which a byte of the open update may be in the model. `begin` resets it to
-        False.
+        """Return True from the moment at which a byte of the open update may be in the model.
+
+        `begin` resets it to False.
         """
 
     @property
@@ -76,8 +77,9 @@ class BucketSink(Protocol):
 
     @abstractmethod
     async def join(self, spec: TransportSpec) -> None:
-        """Join the group that ``spec`` describes, and return once all of its ranks have joined. Raises
-        `TransferError`.
+        """Join the group that ``spec`` describes, and return once all of its ranks have joined.
+
+        Raises `TransferError`.
         """
 
     @abstractmethod

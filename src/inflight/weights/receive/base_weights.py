@@ -34,8 +34,9 @@ class BaseWeights:
         self._loaded: dict[str, torch.Tensor | None] = {}
 
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        """Return the shape of every tensor in the checkpoint. Raises `UpdateRefusedError` if the checkpoint cannot be
-        read.
+        """Return the shape of every tensor in the checkpoint.
+
+        Raises `UpdateRefusedError` if the checkpoint cannot be read.
         """
         try:
             return {spec.name: spec.shape for spec in tensor_specs_of(self._directory, "float32")}
@@ -52,9 +53,7 @@ class BaseWeights:
             )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the most recently loaded value of a tensor, in the model's dtype, on the CPU or wherever it was
-        kept.
-        """
+        """Return the most recently loaded value of a tensor, in the model's dtype, on the CPU or where it was kept."""
         if name in self._loaded:
             kept = self._loaded[name]
             assert kept is not None  # the caller has called `require`

@@ -201,9 +201,7 @@ class UpdateReceiver:
         await self._calls.aclose(_CLOSE_S)
 
     def _refuse_unsupported(self, update: WeightUpdate) -> None:
-        """Raise if an update needs an unsupported capability, a different number of senders, or a base that was not
-        kept.
-        """
+        """Raise if an update needs an unsupported capability, different senders, or a base that was not kept."""
         require(self._capabilities, Needs.of_update(update), "this endpoint")
         if update.manifest.shardings and self._joining is not None:  # without a group, the session refuses it
             num_senders, num_joined = update.manifest.num_senders, 1 + len(self._joining.others)

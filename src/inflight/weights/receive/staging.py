@@ -34,8 +34,9 @@ class KeptWeights:
 
 
 class Staging:
-    """An update that is arriving. ``kept`` comes from an earlier update and provides a possible base and memory to
-    reuse.
+    """An update that is arriving.
+
+    ``kept`` comes from an earlier update and provides a possible base and memory to reuse.
     """
 
     def __init__(self, update: WeightUpdate, kept: KeptWeights | None) -> None:

@@ -363,9 +363,7 @@ class UpdateStateMachine:
 
     @property
     def is_torn(self) -> bool:
-        """Whether the weights are torn: an update failed while it was being applied, and no complete update has
-        followed.
-        """
+        """Whether the weights are torn: an update failed while being applied, and no complete update has followed."""
         return self._state is EndpointState.POISONED or (self._open is not None and self._open.was_torn)
 
     def refuse_to_sample(self) -> None:
@@ -385,9 +383,7 @@ class UpdateStateMachine:
             )
 
     def _take(self, event: UpdateEvent, refusal: str | None = None) -> None:
-        """Change the state according to the table, or raise an error: ``refusal`` is its text if the event came too
-        early.
-        """
+        """Change the state according to the table, or raise an error, with the text ``refusal`` for an early event."""
         after = TRANSITIONS.get((self._state, event))
         if after is None and refusal is not None:
             raise UpdateRefusedError(refusal)

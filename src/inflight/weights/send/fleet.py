@@ -317,8 +317,9 @@ class Fleet:
         return f"does not support {', '.join(missing.values())}" if missing else None
 
     def _leave_some_out(self, deadline_s: float) -> None:
-        """Leave out members whose memory is released. If enough others answer promptly, also leave out those that do
-        not.
+        """Leave out members whose memory is released.
+
+        If enough others answer promptly, also leave out those that do not.
 
         They are queried again before the next publish.
         """
@@ -346,9 +347,7 @@ class Fleet:
                 self._notes.append(member.why)
 
     def _taken_over(self, member: _Member, serves: WeightVersion) -> str | None:
-        """Return the problem if a member that has held a version of this run now belongs to another run, otherwise
-        None.
-        """
+        """Return the problem if a member that has held a version of this run now belongs to another run, or None."""
         others = {serves.owner_run_id, serves.run_id} - {None, self._publisher.run_id}
         member.is_taken_over = member.has_held and bool(others)
         if not member.is_taken_over:

@@ -113,8 +113,9 @@ def gather_named(
     *,
     is_sender: bool,
 ) -> Iterator[WeightBucket]:
-    """Yield whole tensors bucket by bucket, as `WeightSource.gather_weights` does. Only the sender's buckets hold
-    tensors.
+    """Yield whole tensors bucket by bucket, as `WeightSource.gather_weights` does.
+
+    Only the sender's buckets hold tensors.
 
     A bucket whose tensors all have their wire dtypes holds the module's own tensors. The tensors of other buckets are
     cast into memory of ``packer``, which the caller keeps from one gathering to the next.

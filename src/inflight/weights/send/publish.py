@@ -143,9 +143,7 @@ class Publish:
         return self._report(reports)
 
     async def wait_until_accepted(self) -> None:
-        """Return once every endpoint has accepted and those that are not staged have paused, or once the publish has
-        ended.
-        """
+        """Return once all endpoints have accepted and those not staged have paused, or once the publish has ended."""
         await self._gate.accepted.wait()
 
     async def end(self, problem: str) -> None:

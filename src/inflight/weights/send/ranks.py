@@ -127,8 +127,9 @@ class Answer(WireModel):
 
 
 class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
-    """The senders of all ranks, combined into one sender on rank 0. ``own`` is rank 0's; the others have a
-    `PartSender`.
+    """The senders of all ranks, combined into one sender on rank 0.
+
+    ``own`` is rank 0's; the others have a `PartSender`.
 
     Outside `sending`, buckets are gathered, and only ``own`` sends them.
     """
@@ -235,8 +236,9 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         return max(0.001, self._deadline - time.monotonic())
 
     def _order(self, order: Order) -> list[Answer]:
-        """Send an order, and return the other ranks' answers to the previous order. Raises `TransferError` if one
-        failed.
+        """Send an order, and return the other ranks' answers to the previous order.
+
+        Raises `TransferError` if one failed.
         """
         with self._lock:
             if not self._is_sending and not isinstance(order, GatherOrder):

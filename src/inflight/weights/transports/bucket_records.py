@@ -1,5 +1,6 @@
-"""The records that shared-memory transports write: one small file for each bucket of an update. This module maps no
-memory.
+"""The records that shared-memory transports write: one small file for each bucket of an update.
+
+This module maps no memory.
 """
 
 from __future__ import annotations

@@ -130,8 +130,9 @@ class FilesReceiver(StoredReceiver):
         return ref
 
     def read_manifest(self, ref: UpdateRef, timeout_s: float) -> StoredUpdate:
-        """Return the manifest of a stored update. Raises `TransferError` if the update was never complete or was
-        removed.
+        """Return the manifest of a stored update.
+
+        Raises `TransferError` if the update was never complete or was removed.
 
         A receiver that began with the same ``ref`` can then receive the update's buckets in order.
         """

@@ -40,9 +40,7 @@ _NONCE_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The ranks of a group that have met: the store through which they form it, and torch's own if an engine
-    needs it.
-    """
+    """The ranks of a group that have met: the store through which they form it, and torch's if an engine needs it."""
 
     keys: KeyStore
     torch_store: Any = None

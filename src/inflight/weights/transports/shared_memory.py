@@ -49,8 +49,9 @@ class FileMemory(ArenaMemory):
         return None
 
     def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
-        """Map an arena. Accidental writes by a receiver stay private to it, and are detected by later updates'
-        checksums.
+        """Map an arena.
+
+        Accidental writes by a receiver stay private to it, and are detected by later updates' checksums.
         """
         inode = os.fstat(fd).st_ino
         mapping = self._mappings.pop(inode, None)
