@@ -1,7 +1,6 @@
-"""inflight: contracts that join any inference engine to any trainer, with weights that change while generation
-continues.
+"""inflight: contracts that connect any inference engine to any trainer, with weights that change during generation.
 
-Importing this package loads neither torch nor an engine; names that need torch load it when they are first used.
+Importing this package loads neither torch nor an engine. Names that need torch load it when they are first used.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class WorkerDiedError(TrainerError):
 
 
 class TaskError(InflightError):
-    """A task could not be made, or its reward function raised."""
+    """A task could not be created, or its reward function raised an error."""
 
     code = "task_error"
 

@@ -21,7 +21,7 @@ def test_generating_from_weights_that_are_nan_is_an_error_that_names_the_version
             engine.call(
                 lambda: engine.load(engine.weights.prepare([("lm_head.weight", head)]), 0, InFlightPolicy.KEEP)
             ).result(30)
-            with pytest.raises(NonFiniteError, match=r"are not finite: the weights served now \(version 0\)"):
+            with pytest.raises(NonFiniteError, match=r"are not finite: the current weights \(version 0\)"):
                 await endpoint.generate(make_request("whole", [1, 2, 3], max_tokens=4))
             with pytest.raises(NonFiniteError):
                 async for _ in endpoint.generate_stream(make_request("streamed", [1, 2, 3], max_tokens=4)):

@@ -61,7 +61,7 @@ def test_no_more_completions_wait_than_memory_allows(model_dir: Path) -> None:
             running = [asyncio.ensure_future(endpoint.generate(request)) for request in requests]
             done, _ = await asyncio.wait(running, timeout=60, return_when=asyncio.FIRST_COMPLETED)
             (refused,) = done
-            with pytest.raises(BusyError, match="completions wait and 1024 more are requested"):
+            with pytest.raises(BusyError, match="completions are waiting and 1024 more are requested"):
                 refused.result()
             for task in running:
                 task.cancel()

@@ -191,7 +191,7 @@ def test_a_refused_prompt_is_dropped_and_the_others_go_on(shared_server: ServerP
     assert not outcome.lost
     assert outcome.ledger.num_dropped["unusable"] >= 2
     assert all(item % 4 != 3 for item in outcome.items)
-    assert "the prompt has 1201 tokens, but the context only 1024" in outcome.drops[0].what_happened
+    assert "the prompt has 1201 tokens, but the context has only 1024" in outcome.drops[0].what_happened
 
 
 def test_a_prompt_that_a_micro_batch_may_not_hold_is_dropped_before_it_is_sampled(
@@ -212,7 +212,7 @@ def test_prompts_that_are_all_refused_end_the_run_with_the_reason(
     outcome = act(HttpEndpoint(shared_server.url), model_dir, lambda it: False, task={"prompt_tokens": 1200})
     assert isinstance(outcome.error, TaskError)
     assert "none of the first 32 items can be used" in str(outcome.error)
-    assert "the prompt has 1201 tokens, but the context only 1024" in str(outcome.error)
+    assert "the prompt has 1201 tokens, but the context has only 1024" in str(outcome.error)
     assert not outcome.lost
 
 

@@ -383,7 +383,7 @@ def test_prompts_longer_than_the_context_end_the_run_with_both_numbers(start_run
     limit = ("--train.max_tokens_per_micro_batch", "2048")
     run = start_run("--task.params", "{ prompt_tokens = 1200 }", *limit)
     assert run.wait(90) == 1
-    assert "the prompt has 1201 tokens, but the context only 1024" in run.output()
+    assert "the prompt has 1201 tokens, but the context has only 1024" in run.output()
 
 
 @pytest.mark.exhaustive
@@ -394,7 +394,7 @@ def test_prompts_that_are_refused_now_and_then_are_counted_and_the_run_goes_on_a
     run = start_run(*settings, "--run.num_steps", "3")
     assert run.wait() == 0, run.output()
     assert "item 3 was dropped (unusable): the request was refused: " in run.output()
-    assert "the prompt has 1201 tokens, but the context only 1024" in run.output()
+    assert "the prompt has 1201 tokens, but the context has only 1024" in run.output()
     before = run.summary()["ledger"]["dropped"]["unusable"]
     resumed = start_run(*settings, "--run.num_steps", "6", "--resume")
     assert resumed.wait() == 0, resumed.output()

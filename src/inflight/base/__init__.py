@@ -1,1 +1,1 @@
-"""Shared utilities: threads, entry points, retries, progress lines."""
+"""Shared utilities, such as threads, entry points, retries and progress lines."""

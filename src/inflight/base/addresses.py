@@ -1,4 +1,4 @@
-"""Tests of what a host name or an address refers to."""
+"""Checks what a host name or an address refers to."""
 
 from __future__ import annotations
 

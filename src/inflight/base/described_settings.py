@@ -42,7 +42,7 @@ class DescribedField(NamedTuple):
 
 
 class DescribedSection(NamedTuple):
-    """One table of a configuration file: ``key`` is its dotted name, ``header`` its header in TOML."""
+    """One table of a configuration file. ``key`` is its dotted name, and ``header`` its header in TOML."""
 
     key: str
     header: str
@@ -53,7 +53,7 @@ class DescribedSection(NamedTuple):
 
 
 def describe_sections(settings: type[BaseModel], key: str = "") -> Iterator[DescribedSection]:
-    """Yield the tables of a configuration file, in an order in which TOML accepts them.
+    """Yield the tables of a configuration file in an order that TOML accepts.
 
     Fields are described by their docstrings. Required fields come first.
     """
@@ -115,7 +115,7 @@ def _bounds(field: FieldInfo) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """Return a value of settings as TOML, or `UNSET` for None."""
+    """Return the value of a setting as TOML, or `UNSET` for None."""
     if value is None:
         return UNSET
     if isinstance(value, enum.Enum):

@@ -35,7 +35,7 @@ class ProgressLines:
 
 
 def report_log_records(say: Callable[[str], None]) -> None:
-    """Pass the log records of loggers below ``inflight``, from level INFO up, to ``say`` until this process ends."""
+    """Pass log records of the ``inflight`` loggers, at level INFO and above, to ``say`` until this process ends."""
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: say(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("inflight")

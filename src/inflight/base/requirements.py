@@ -1,4 +1,4 @@
-"""Checks of what an endpoint supports."""
+"""Checks what an endpoint supports."""
 
 from __future__ import annotations
 

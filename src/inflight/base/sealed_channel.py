@@ -154,7 +154,7 @@ class SealedStream:
 
 
 class Acceptor:
-    """Accepts connections at a listening socket, and calls ``on_proven`` with those that prove the secret.
+    """Accepts connections on a listening socket, and calls ``on_proven`` with those that prove the secret.
 
     ``on_proven`` owns the connection, which is closed when the acceptor is closed, if not before.
     """

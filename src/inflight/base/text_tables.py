@@ -1,4 +1,4 @@
-"""Text tables."""
+"""Plain-text tables."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ MAX_DURATION_S = 7 * 24 * 3600
 
 
 class Section(BaseModel):
-    """Base of all settings: immutable; refuses unknown keys, and numbers that are infinite or too large to be used."""
+    """Base of all settings. It is immutable, and refuses unknown keys and numbers that are infinite or too large."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), use_attribute_docstrings=True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 BYTES_PER_S = 0.5e9
-"""Assumed minimum rate of disks and networks, including gathering and checksums."""
+"""Assumed minimum transfer rate of disks and networks, including the time for gathering and checksums."""
 MOVE_S = 300.0
 """Time limit for moving weights between a GPU and host memory if the model's size is not known."""
 

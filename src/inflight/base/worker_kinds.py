@@ -8,7 +8,7 @@ from inflight.errors import ConfigError
 
 
 def load_worker_kind(name: str) -> WorkerKind:
-    """Return the kind of workers that an entry point or ``module:attribute`` names. Raises `ConfigError`."""
+    """Return the worker kind that an entry point or ``module:attribute`` names. Raises `ConfigError`."""
     kind = import_object(name) if ":" in name else load_installed("worker", "workers", name, ("module:attribute",))
     if not isinstance(kind, WorkerKind):
         raise ConfigError(

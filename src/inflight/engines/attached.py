@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class AttachedEndpoint(ABC):
-    """One engine's server, called over ``routes``; ``label_path`` is the route that returns the label of its weights.
+    """One engine's server, called over ``routes``. ``label_path`` is the route that returns its weights' label.
 
     A subclass lists `ReceivingEndpoint`, `AbortingEndpoint` and `ReleasingEndpoint` as base classes after this one.
 

@@ -65,7 +65,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The process from which all others of the engine descend."""
+        """The id of the process from which all other processes of the engine descend."""
         return self._process.pid
 
     def __enter__(self) -> EngineProcess:
@@ -103,7 +103,7 @@ class EngineProcess:
     async def watch(self) -> NoReturn:
         """Wait until the engine or a part of it dies, and raise `EndpointError` with its last lines.
 
-        It watches the processes that are running when this is called, and the health that the engine's server reports.
+        This watches the processes that are running when it is called, and the health that the engine's server reports.
         Once a part has died, the rest of the engine is ended immediately.
         """
         watches = [self._watch_processes()]

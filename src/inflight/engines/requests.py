@@ -1,4 +1,4 @@
-"""Requests to an engine whose weights change while requests run: their limits, when to send and how to end them.
+"""Requests to an engine whose weights change while they run: limits, when to send them, and how to end them.
 
 An engine's prefix cache survives an update with the policy ``keep``. Each request therefore carries the label of the
 weights as the key of its cached prefixes, so that it never continues a prefix that other weights computed.

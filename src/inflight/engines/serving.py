@@ -82,7 +82,7 @@ async def _serve_function(
 ) -> None:
     """Serve the endpoint that ``module:function`` creates in this process.
 
-    Raises the `ConfigError` of `open_endpoint`, and another if an awaitable factory takes too long.
+    Raises the errors of `open_endpoint`, and `ConfigError` if an awaitable factory takes too long.
     """
     timeout_s, arguments = spec.process.start_timeout_s, keyword_arguments(spec.options.arguments, "--engine-arg")
     chosen = {

@@ -19,8 +19,8 @@ MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 MAX_ERROR_BYTES = 1024 * 1024
 """Maximum body size of a response with a status other than 200."""
 _DISCONNECTED = re.compile("disconnected|peer closed connection")
-"""The messages of the `httpx.RemoteProtocolError` with which httpx's own transport reports that a connection was closed
-early.
+"""Matches the messages with which httpx's own transport reports, as `httpx.RemoteProtocolError`, that a connection was
+closed early.
 """
 _FAILURES = (TimeoutError, httpx.HTTPError, httpx.InvalidURL)
 _IDENTITY = {"accept-encoding": "identity"}

@@ -47,7 +47,7 @@ from inflight.wire import (
 
 _MAX_EVENT_BYTES = 1024 * 1024
 _SLACK_S = 5.0
-"""Extra time that the client waits beyond the server's deadline, so that the server's own error arrives."""
+"""Extra seconds that the client waits beyond the server's deadline, so that the server's own error arrives."""
 
 
 class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint, ScoringEndpoint):
@@ -145,7 +145,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         return await self._call(routes.WEIGHT_VERSION, None, self._control_timeout_s)
 
     async def health(self, timeout_s: float = 5.0) -> Health:
-        """Return the server's health; ``ok`` is false while it cannot generate."""
+        """Return the server's health; ``ok`` is false while the server cannot generate."""
         return await self._call(routes.HEALTH, None, timeout_s, statuses=(200, 503))
 
     async def aclose(self) -> None:

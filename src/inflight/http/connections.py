@@ -34,19 +34,19 @@ HOSTS_VARIABLE = "INFLIGHT_ALLOWED_HOSTS"
 loopback.
 """
 _HEAD_S = 10.0
-"""How long, in seconds, the head of a request may take to arrive, counted from the connection or the first byte."""
+"""How long, in seconds, a request's head may take to arrive after the connection is made or its first byte arrives."""
 _LOG_EVERY_S = 60.0
 _MOST_CONNECTIONS = 16_384
 
 
 def max_connections() -> int:
-    """Return how many connections a server may hold: three quarters of this process's limit of file descriptors."""
+    """Return how many connections a server may hold: three quarters of this process's limit on open files."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, max(8, soft * 3 // 4))
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that is closed if its request takes too long, or if it is the oldest idle one of too many."""
+    """A connection that is closed if its request takes too long to arrive, or as the oldest idle one of too many."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

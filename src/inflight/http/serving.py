@@ -226,7 +226,7 @@ class _UntilFailure:
             await error_response(self._error)(scope, receive, send)
 
     async def wait_for_abandoned_calls(self, timeout_s: float) -> None:
-        """Wait for the cancelled calls of requests that got the failure as response or whose client disconnected."""
+        """Wait for cancelled calls of requests that were answered with the failure or whose client disconnected."""
         if self._abandoned:
             await asyncio.wait(self._abandoned, timeout=timeout_s)
 

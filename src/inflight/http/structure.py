@@ -11,7 +11,9 @@ _BYTES_OF_CONTAINER = 1024
 """A route allows one more list or object for each of this many bytes of its body limit."""
 _MOST_VALUES = 16 * 1024
 _BYTES_OF_VALUE = 16
-"""A route allows one more value for each of this many bytes of its body limit, the size of a token id."""
+"""A route allows one more value for each of this many bytes of its body limit. Body limits allow as many bytes per
+token id.
+"""
 _MOST_TEXTS = 4096
 _TEXTS_OF_CONTAINER = 16
 """Number of additional strings, including the keys of objects, that are allowed per list or object."""

@@ -14,10 +14,10 @@ from typing import Any
 from inflight.errors import ConfigError
 
 CA_VARIABLE = "INFLIGHT_TLS_CA"
-"""Environment variable: a file with certificates that clients trust in addition to the system's."""
+"""Environment variable that names a file with certificates that clients trust in addition to the system's."""
 CERTIFICATE_VARIABLE = "INFLIGHT_TLS_CLIENT_CERTIFICATE"
 KEY_VARIABLE = "INFLIGHT_TLS_CLIENT_KEY"
-"""Environment variables: the certificate and key files of clients, for servers that require a client certificate."""
+"""Environment variables that name a client's certificate and key files, for servers that require them."""
 _HANDSHAKE_S = 10
 
 

@@ -134,7 +134,7 @@ class Capabilities(WireModel):
     def missing(self, needs: Needs) -> dict[str, str]:
         """Return the needs that an endpoint with these capabilities does not meet, by name.
 
-        Each value follows the words "does not support".
+        Each value is text that can follow the words "does not support".
         """
         found: dict[str, str] = {}
         if needs.in_flight not in (None, *self.in_flight_policies):

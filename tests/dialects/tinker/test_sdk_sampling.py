@@ -213,7 +213,7 @@ def test_samples_that_cannot_be_had_are_refused(
         recording.sample(prompt, 1, params).result(60)
     with refused("the prompt has no tokens"):
         sampler.sample(prompt_of(()), 1, params).result(60)
-    with refused("the prompt has 1100 tokens, but the context only 1024"):
+    with refused("the prompt has 1100 tokens, but the context has only 1024"):
         sampler.sample(prompt_of([65] * 1100), 1, params).result(60)
     with refused("70000 is outside the vocabulary"):
         sampler.sample(prompt_of([70000]), 1, params).result(60)

@@ -33,7 +33,7 @@ class ContextLimits:
         )
         if num_prompt >= self.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens, but the context only {self.max_model_len}{why}: shorten the "
+                f"the prompt has {num_prompt} tokens, but the context has only {self.max_model_len}{why}: shorten the "
                 "prompt"
             )
         max_tokens = request.sampling.max_tokens or self.max_model_len - num_prompt
@@ -54,7 +54,8 @@ class ContextLimits:
         """Raise `InvalidRequestError` if the request does not fit."""
         if (num_tokens := len(request.token_ids)) > self.max_model_len:
             raise InvalidRequestError(
-                f"the request has {num_tokens} tokens to score, but the context only {self.max_model_len}: shorten it"
+                f"the request has {num_tokens} tokens to score, but the context has only {self.max_model_len}: "
+                "shorten it"
             )
         largest = max(request.token_ids + tuple(token for row in request.candidates for token in row))
         if largest >= self.vocab_size:

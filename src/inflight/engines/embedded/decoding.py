@@ -1,4 +1,4 @@
-"""The decode step, which samples one token per sequence, as a compilable function of tensors with few different shapes.
+"""The decode step, with one token per sequence, as a compilable function of tensors with few different shapes.
 
 The step reads parameters, keys and values in place, so their addresses must not change: it needs an arena of a fixed
 size, and updates that are copied (`inflight.engines.embedded.parameters.overwrite`). The number of rows and the number
@@ -103,7 +103,7 @@ def compiler_for(device: torch.device) -> Compiler:
 
 
 class CapturedDecodeStep:
-    """A decode step that is recorded for each pair of shapes when they first occur, and replayed from then on.
+    """A decode step that is recorded when a pair of shapes first occurs, and replayed from then on.
 
     A replayed step reads and writes the memory that it used while it was recorded.
     """
@@ -125,7 +125,7 @@ class CapturedDecodeStep:
 
 
 class RecorderOnGpu:
-    """Records what a function does on a GPU as a CUDA graph. All graphs share their memory."""
+    """Records what a function does on a GPU as a CUDA graph. All graphs share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

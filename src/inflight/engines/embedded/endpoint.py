@@ -283,7 +283,7 @@ class EmbeddedEndpoint(
     async def record_history(self, history: DraftHistory) -> None:
         speculation = self._engine.speculation
         if not speculation.takes_history:
-            raise UnsupportedError(f"{self._name} does not support drafts; serve it with --drafts history or both")
+            raise UnsupportedError(f"{self._name} does not support drafts; start it with --drafts history or both")
         largest = max(token for entry in history.entries for ids in (*entry.completions, (0,)) for token in ids)
         if largest >= (num := self._engine.limits.vocab_size):
             raise InvalidRequestError(f"token id {largest} of the history is outside the vocabulary of {num} tokens")
@@ -413,7 +413,7 @@ class EmbeddedEndpoint(
                 yield writer.write(chunk)
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
-        """Render a chat request to a request with token ids."""
+        """Render a chat request into a request with token ids."""
         check_chat(request, self._capabilities)
         rendered = self._chat_format().render(request)
         check_logprobs(request, self._engine.limits.max_tokens_of(rendered))
@@ -422,8 +422,8 @@ class EmbeddedEndpoint(
     def _refuse_non_finite(self, logprobs: Iterable[float]) -> None:
         if not all(map(math.isfinite, logprobs)):
             raise NonFiniteError(
-                "sampled logprobs are not finite: the weights served now "
-                f"(version {self._updates.session.version}) or earlier are broken; publish valid weights"
+                "sampled logprobs are not finite: the current weights "
+                f"(version {self._updates.session.version}) or earlier ones are broken; publish valid weights"
             )
 
     def _chat_format(self) -> ChatFormat:

@@ -19,7 +19,7 @@ from inflight.model.vision import embedded
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompt:
-    """Token ids whose keys and values are computed into a slot."""
+    """A prompt whose keys and values are computed and stored in a slot."""
 
     slot: Slot
     token_ids: Sequence[int]

@@ -41,9 +41,9 @@ def load_endpoint(
 
     If ``dtype`` is None, the stored dtype is kept; if ``device`` is None, a GPU is used if there is one; if
     ``max_model_len`` is None, it is the model's maximum. The KV cache uses at most ``kv_cache_bytes``; None allows
-    ``max_concurrent`` sequences of ``max_model_len``, or half of all memory if that is less. If it holds fewer tokens
-    than the model allows, the context is shortened. ``compile`` compiles the decode step before this returns, and
-    captures CUDA graphs on a GPU. Completions are drafted from ``drafts``, if given. Logs which attention kernel is
+    ``max_concurrent`` sequences of ``max_model_len``, or half of all memory if that is less. If the cache holds fewer
+    tokens than the model allows, the context is shortened. ``compile`` compiles the decode step before this returns,
+    and captures CUDA graphs on a GPU. Completions are drafted from ``drafts``, if given. Logs which attention kernel is
     used for decoding. Raises `ConfigError` if the directory cannot be served, or if both ``drafts`` and ``compile`` are
     given.
     """
@@ -90,7 +90,7 @@ def load_endpoint(
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """Return the total memory of a host, or the free memory of a GPU."""
+    """Return the total memory of the host, or the free memory of a GPU, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

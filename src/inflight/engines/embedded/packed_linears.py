@@ -1,7 +1,7 @@
 """Linear layers that also keep their weights in the layout in which oneDNN multiplies bfloat16 matrices on CPUs.
 
-Otherwise, each product would first reorder a weight from the ordinary layout. With few rows, as in decoding, that takes
-as long as the product itself. The results are the same.
+Without this, each product would first reorder a weight from the ordinary layout. With few rows, as in decoding, that
+takes as long as the product itself. The results are the same.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ class ServedParameters:
 def prepare_tensors(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]) -> Named:
     """Return tensors in the dtype and layout, and on the device, of the parameters with the same names.
 
-    A tensor that already fits is returned itself, and nothing may write to it from now on. Others are copied. Changes
-    nothing, and may run in any thread. Raises `ValueError` for a tensor of a different shape.
+    A tensor that already fits is returned without copying, and nothing may write to it from now on. Others are copied.
+    Changes nothing, and may run in any thread. Raises `ValueError` for a tensor of a different shape.
     """
     return [(name, _fit(tensor, parameters[name], name)) for name, tensor in tensors]
 

@@ -61,7 +61,7 @@ def _chunk_sums(weights_BV: torch.Tensor) -> torch.Tensor:
 def _invert(weights_BV: torch.Tensor, cumulative_BC: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """Return the first token of each row at which the cumulative distribution exceeds the row's uniform.
 
-    Cumulative sums are in float64: in float32 they would lose the tail of a large vocabulary. Only the chunk that
+    Cumulative sums are in float64: in float32, they would lose the tail of a large vocabulary. Only the chunk that
     contains the token is summed token by token.
     """
     threshold_B1 = _below(uniform_B * cumulative_BC[:, -1], cumulative_BC[:, -1])[:, None]
@@ -75,7 +75,7 @@ def _invert(weights_BV: torch.Tensor, cumulative_BC: torch.Tensor, uniform_B: to
 
 
 def _below(values: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """Return values, lowered to below their limits, so that rounding cannot select a token of probability 0."""
+    """Clamp values to below their limits, so that rounding cannot select a token of probability 0."""
     return torch.minimum(values, torch.nextafter(limits, torch.zeros_like(limits)))
 
 
@@ -84,7 +84,7 @@ def _filters(params: SamplingParams) -> bool:
 
 
 def _apply_filters(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Return the logits with -inf for the tokens that a row's filters remove, never including the most likely one."""
+    """Return the logits with -inf for tokens that a row's filters remove. The most likely token always remains."""
     logits_BV = logits_BV.clone()
     for row, p in enumerate(params):
         if not _filters(p):

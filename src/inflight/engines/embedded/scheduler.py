@@ -59,8 +59,8 @@ class SequenceScheduler:
         params = request.sampling
         if len(self.waiting) + params.n > _MAX_WAITING:
             raise BusyError(
-                f"{len(self.waiting)} completions wait and {params.n} more are requested, but at most {_MAX_WAITING} "
-                "may wait: send the request again later"
+                f"{len(self.waiting)} completions are waiting and {params.n} more are requested, but at most "
+                f"{_MAX_WAITING} may wait: send the request again later"
             )
         for index in range(params.n):
             seed = f"{params.seed}:{index}" if params.seed is not None else None

@@ -83,7 +83,7 @@ def _decoding_rows(
 
 
 def vector_indices(rows_T: torch.Tensor, positions_T: torch.Tensor, num_heads: int, capacity: int) -> torch.Tensor:
-    """Return the index in a layer of an arena of each head's vector for each token [K * T]."""
+    """Return, for each head and token [K * T], the index of its vector in an arena's layer."""
     heads_K1 = torch.arange(num_heads, device=rows_T.device)[:, None]
     return ((rows_T * num_heads + heads_K1) * capacity + positions_T).flatten()
 

@@ -60,7 +60,7 @@ class Speculation:
         return len(sequence.draft)
 
     def verify(self, sequences: Iterable[Sequence], token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
-        """Return the tokens that each sequence keeps. For each one, one more token was drawn than its draft has."""
+        """Return the tokens that each sequence keeps, of those drawn after its last token and each drafted one."""
         if self._source is None:
             return [DrawnTokens(s, [token], [p]) for s, token, p in zip(sequences, token_ids, logprobs, strict=True)]
         kept, start = [], 0

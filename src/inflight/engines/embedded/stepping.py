@@ -1,4 +1,4 @@
-"""Steps of the embedded engine: a forward pass, draws and delivery. A step that raises an error is split in half.
+"""Steps of the embedded engine. Each step runs a forward pass, draws tokens and delivers them.
 
 A step that raises an error is repeated in halves until the sequence that causes the error runs alone; its request is
 then ended. A step can be repeated because it changes nothing before its tokens are drawn.
@@ -81,7 +81,7 @@ class StepRunner:
             raise broken from failed[0][1]
 
     def _advance(self, groups: list[list[Sequence]], failed: list[tuple[EngineRequest, Exception]]) -> None:
-        """Sample for each sequence of these groups. Requests that fail when alone are removed and added to ``failed``.
+        """Sample for each sequence of these groups. Requests that fail by themselves are moved to ``failed``.
 
         A group is one running sequence, or new sequences with the same token ids.
         """

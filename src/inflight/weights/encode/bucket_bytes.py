@@ -195,7 +195,7 @@ def _decode_tensor(payload: torch.Tensor, spec: TensorSpec, encoding: Encoding) 
 
 
 def checksum(flat: torch.Tensor, places: bytes = b"") -> str:
-    """Return the XXH3-128 of ``places`` and the bytes as 32 hexadecimal digits; uint8 [size], contiguous, any device.
+    """Return the XXH3-128 of ``places`` and ``flat`` (uint8 [size], contiguous, any device) in hexadecimal digits.
 
     The checksum detects corruption in transit; it does not authenticate the sender. Bytes on the host are not copied,
     and other threads can run in the meantime. Raises `TransferError` for a tensor without bytes.

@@ -1,8 +1,8 @@
 """LoRAs on the wire: the names of their tensors, and the model's weights that they change.
 
 The names are those that PEFT uses in files: ``base_model.model.<module>.lora_A.weight`` [r, in] and
-``...lora_B.weight`` [out, r] change ``<module>.weight`` [out, in]. The tensors themselves are in
-`inflight.weights.receive.base_weights`.
+``...lora_B.weight`` [out, r] change ``<module>.weight`` [out, in]. `inflight.weights.receive.base_weights` merges the
+tensors themselves.
 """
 
 from __future__ import annotations

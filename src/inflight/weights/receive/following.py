@@ -74,8 +74,8 @@ async def follow(
     """Keep an endpoint at the newest stored version, until cancelled.
 
     Each update has ``deadline_s`` seconds. A failed update leaves the endpoint in the state that the contract
-    specifies, and is retried after a pause. ``note`` receives a message for each failure, but only once for
-    repetitions.
+    specifies, and is retried after a pause. ``note`` receives a message for each failure, except when the same message
+    repeats.
     """
 
     async def has(ref: UpdateRef) -> bool:

@@ -48,9 +48,9 @@ async def update_endpoint(
     """Update one endpoint, and return what it serves afterwards.
 
     Awaits the barrier ``meet`` twice: after the endpoint has accepted, and after it has received every bucket.
-    ``limit`` ends the attempt at a deadline, which the owner of ``limit`` may move forward. As soon as the endpoint has
-    failed, this calls ``on_failure`` with the cause, or with None if others ended the attempt; ``on_failure`` returns
-    the cause as text. A failed update is aborted.
+    ``limit`` ends the attempt at a deadline, which the owner of ``limit`` may reschedule to an earlier time. As soon as
+    the endpoint has failed, this calls ``on_failure`` with the cause, or with None if others ended the attempt;
+    ``on_failure`` returns the cause as text. A failed update is aborted.
     """
     is_asked = is_committing = False
     cause: InflightError | None = None

@@ -1,4 +1,4 @@
-"""One publish: updates all endpoints at the same time, while the training thread feeds the buckets.
+"""One publish, which updates all endpoints at the same time while the training thread supplies the buckets.
 
     request (refuse or accept) -> every bucket, compared on arrival -> commit (pause, apply, resume)
 

@@ -89,7 +89,7 @@ class WeightPublisher:
                 f"delta sends changed elements without rounding them, so encoding must be 'raw', not {encoding!r}"
             )
         if sharded is not None and encoding == "float8":
-            raise ConfigError("float8 needs whole tensors, for their scales: omit sharded, or use another encoding")
+            raise ConfigError("float8 computes scales from whole tensors: omit sharded, or use another encoding")
         self.run_id = run_id
         self.staged = staged
         self.ranks = None if sharded is None else RankSenders(sender, sharded, delta=delta)
@@ -406,7 +406,7 @@ def _sharing_ranks(
 ) -> RankSenders | None:
     """Return the senders of all ranks if each rank is to send the parts that it holds, otherwise None.
 
-    If it returns None, rank 0 has told the other ranks to gather whole tensors.
+    If such senders exist but cannot be used, rank 0 has told the other ranks to gather whole tensors.
     """
     ranks = publisher.ranks
     if ranks is None or source.rank != 0:

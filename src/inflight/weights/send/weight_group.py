@@ -61,7 +61,7 @@ class WeightGroup:
         for it are notified.
         """
         if not endpoints:
-            raise ConfigError("no endpoint is left to which the weights could be published")
+            raise ConfigError("no endpoint is left to publish the weights to")
         if self._members == endpoints.keys():
             return {}
         self._members = frozenset()

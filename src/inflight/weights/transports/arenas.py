@@ -177,7 +177,7 @@ class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
             return self._arena.memory.view(start, start + size_bytes)
 
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """Write a bucket. On return, its device has written it, and it can be mapped."""
+        """Write a bucket. On return, the device has finished writing, and receivers can map the bucket."""
         attempt = Attempt(f"storing bucket {bucket.index} in shared memory", timeout_s, self._abandoned)
         with self._lock:
             attempt.remaining_s()

@@ -72,7 +72,7 @@ class DeviceMemory(Protocol):
     def map_memory(self, handle: MemoryHandle, place: str) -> torch.Tensor:
         """Return the memory, uint8 [size_bytes], read-only, in its own storage.
 
-        Raises `OSError`, `RuntimeError`.
+        Raises `OSError` or `RuntimeError`.
         """
 
 

@@ -50,7 +50,7 @@ class CollectiveGroup(Protocol):
 
     @abstractmethod
     def gather(self, flat: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
-        """Return what every rank passes on rank 0, and an empty list on the others. Blocks. Raises `RuntimeError`."""
+        """On rank 0, return what every rank passes; elsewhere, an empty list. Blocks. Raises `RuntimeError`."""
 
     @abstractmethod
     def abort(self) -> None:
