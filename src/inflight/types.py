@@ -51,7 +51,7 @@ OBSERVED = -1
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """A teacher's logprobs of the completion tokens of a rollout: natural log, given the preceding tokens.
+    """A teacher's logprobs (natural log) of a rollout's completion tokens, given the preceding tokens.
 
     ``logprobs`` has one entry, and ``top_token_ids`` and ``top_logprobs`` one row, per completion token; all rows have
     the same length.
@@ -64,12 +64,12 @@ class TeacherScores:
     top_token_ids: Sequence[Sequence[int]] = ()
     """The teacher's most likely tokens at each position; empty unless the loss needs them."""
     top_logprobs: Sequence[Sequence[float]] = ()
-    """Their logprobs."""
+    """The logprobs of those tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One token stream that training uses: a prompt and its continuation.
+    """One token sequence to train on: a prompt and its continuation.
 
     For a task, the continuation is one finished completion. For an environment, sampled turns alternate with
     observations: ``turns`` specifies where, and the other completion tokens have a logprob of 0.0 and no version span.
@@ -137,7 +137,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Training tokens of all completions."""
+        """Number of training tokens in all completions."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
 
 
@@ -286,13 +286,15 @@ class WeightBucket:
     checksum: str | None = None
     """The checksum as in `inflight.wire.BucketTransfer`; None if it was not computed"""
     ref: UpdateRef | None = None
-    """The update that the bucket belongs to; senders refuse a bucket of a different update. None is not checked"""
+    """The update that the bucket belongs to; senders refuse a bucket of a different update, and do not check a bucket
+    without one
+    """
     ready: torch.cuda.Event | None = None
     """The event after which the bucket's bytes are ready. Readers on another stream wait for it. None: the bytes are
     ready
     """
     others: tuple[SentBytes, ...] = ()
-    """The parts of the bucket that the other ranks send, by rank from 1 on"""
+    """The parts of the bucket that the other ranks send, ordered by rank from rank 1 on"""
 
 
 class EndpointOutcome(StrEnum):
@@ -402,7 +404,9 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class TaskItem:
-    """One problem or start state: a prompt, a known good answer if there is one, and any data that its rewards need."""
+    """One problem or start state: a prompt, a known correct answer if there is one, and any data that its rewards
+    need.
+    """
 
     index: int
     prompt: str

@@ -26,16 +26,16 @@ Encoding = Literal["raw", "bfloat16", "float8", "delta"]
 
 
 class InFlightPolicy(StrEnum):
-    """The treatment of running requests when weights change."""
+    """How running requests are treated when weights change."""
 
     KEEP = "keep"
-    """They pause, then continue with the KV cache that older weights computed."""
+    """Running requests pause, then continue with the KV cache that older weights computed."""
     RECOMPUTE = "recompute"
-    """They pause, then their KV cache is recomputed under the new weights."""
+    """Running requests pause, then their KV cache is recomputed under the new weights."""
     DRAIN = "drain"
-    """They finish under the old weights; no request starts until the new weights are served."""
+    """Running requests finish under the old weights; no request starts until the new weights are served."""
     ABORT = "abort"
-    """They end immediately with the tokens sampled so far and the finish reason ``abort``."""
+    """Running requests end immediately with the tokens sampled so far and the finish reason ``abort``."""
 
 
 class EndpointState(StrEnum):
@@ -143,7 +143,7 @@ class Manifest(WireModel):
 
     tensors: Items[TensorSpec] = Field(min_length=1)
     shardings: Items[Sharding] = Field(default=(), max_length=_MAX_SHARDINGS, exclude_if=is_empty)
-    """How tensors are divided among several senders; empty: one sender sends whole tensors."""
+    """How tensors are divided among several senders; if empty, one sender sends whole tensors."""
     sharding_of: Items[Natural] = Field(default=(), exclude_if=is_empty)
     """The index in ``shardings`` of each tensor's sharding."""
     lora: LoraSpec | None = None
@@ -271,9 +271,9 @@ class UpdateRef(UpdateMessage):
 class WeightUpdate(UpdateMessage):
     """Announces an update before anything is sent. It is the only message that an endpoint may refuse.
 
-    ``deadline_s`` bounds the preparation on the endpoint (such as draining). ``lease_s`` is how long the endpoint keeps
-    the update open without a call from the publisher. After that the endpoint itself ends the update, with the old
-    weights if no byte was applied. If ``staged`` is false, sampling is paused when the update is accepted; if it is
+    ``deadline_s`` limits the preparation on the endpoint (such as draining). ``lease_s`` is how long the endpoint keeps
+    the update open without a call from the publisher. After that, the endpoint itself ends the update, and keeps the
+    old weights if no byte was applied. If ``staged`` is false, sampling is paused when the update is accepted; if it is
     true, only the commit pauses sampling, so that it continues while buckets arrive. ``encodings`` lists the encodings
     that may be used in addition to ``raw``. ``delta`` is relative to the weights that ``base`` names, which the
     endpoint must have kept. ``keep`` asks the endpoint to keep the weights of this update for a later delta.
@@ -328,7 +328,7 @@ class SentBytes(WireModel):
 
 
 class BucketTransfer(UpdateMessage, SentBytes):
-    """Asks the endpoint to receive one bucket now. The call returns once the bucket has arrived and has been compared.
+    """Asks the endpoint to receive one bucket now. The call returns once the bucket has arrived and been verified.
 
     If several senders send the bucket, ``parts`` describes what each of them sends, and ``encoding``, ``size_bytes``
     and ``checksum`` are not used.
