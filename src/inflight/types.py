@@ -262,9 +262,7 @@ class StepResult:
     gradient_norm: float
     learning_rate: float
     rounded_away: float | None = None
-    """Share of the updates that left a weight unchanged because its dtype cannot represent the change; None if not
-    measured.
-    """
+    """Share of updates that left a weight unchanged because its dtype cannot represent the change, if measured."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -286,13 +284,9 @@ class WeightBucket:
     checksum: str | None = None
     """The checksum as in `inflight.wire.BucketTransfer`; None if it was not computed"""
     ref: UpdateRef | None = None
-    """The update that the bucket belongs to; senders refuse a bucket of a different update, and do not check a bucket
-    without one
-    """
+    """The update that the bucket belongs to; senders refuse a bucket of a different one. None is not checked"""
     ready: torch.cuda.Event | None = None
-    """The event after which the bucket's bytes are ready. Readers on another stream wait for it. None: the bytes are
-    ready
-    """
+    """The event after which the bytes are ready. Readers on another stream wait for it. None: the bytes are ready"""
     others: tuple[SentBytes, ...] = ()
     """The parts of the bucket that the other ranks send, ordered by rank from rank 1 on"""
 
@@ -404,9 +398,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True)
 class TaskItem:
-    """One problem or start state: a prompt, a known correct answer if there is one, and any data that its rewards
-    need.
-    """
+    """One problem or start state: a prompt, a known answer if there is one, and any data that its rewards need."""
 
     index: int
     prompt: str
