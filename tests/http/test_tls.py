@@ -17,7 +17,7 @@ from inflight.errors import ConfigError, UnauthorizedError, UnreachableError
 from inflight.http import tls
 from inflight.http.client import HttpEndpoint
 from inflight.http.listening import InLoopServer, bind
-from inflight.http.tls import ServerTls, client_tls
+from inflight.http.tls import client_tls, server_tls
 from inflight.run.servers.joining import JoinServer
 from tests.servers import TOKEN, ServerProcess
 
@@ -121,7 +121,7 @@ def test_silent_handshakes_keep_nobody_out(
             await send(message)  # type: ignore[misc]
 
     async def run() -> list[bytes]:
-        context = ServerTls(files["127.0.0.1"], files["127.0.0.1 key"]).context()
+        context = server_tls(files["127.0.0.1"], files["127.0.0.1 key"], None)
         listener = bind("127.0.0.1", 0)
         server = InLoopServer(app, listener, context)
         url = await server.started()
@@ -139,7 +139,7 @@ def test_silent_handshakes_keep_nobody_out(
 
 
 def test_servers_join_over_https(files: dict[str, Path], trusting: Callable[..., None]) -> None:
-    context = ServerTls(files["127.0.0.1"], files["127.0.0.1 key"]).context()
+    context = server_tls(files["127.0.0.1"], files["127.0.0.1 key"], None)
 
     async def run() -> list[str]:
         desk = JoinServer("127.0.0.1:0", "right", "run", tls=context)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.base.sealed_channel import MAX_UNPROVEN, Acceptor, SealedConnection, SealedStream, listen_on
+from inflight.base.addresses import listen_on
+from inflight.base.sealed_channel import MAX_UNPROVEN, Acceptor, SealedConnection, SealedStream
 from inflight.errors import TrainerError, WorkerDiedError
 from inflight.run.ranks.channel import RunChannel, WorkerChannel, encode
 from inflight.run.ranks.handshake import Meeting, meet_run

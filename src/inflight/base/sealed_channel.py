@@ -219,20 +219,6 @@ class Acceptor:
         return SealedStream(int(_NUMBER.unpack(packed)[0]), reader, writer, secret, ours + theirs)
 
 
-def listen_on(address: str, port: int = 0) -> socket.socket:
-    """Return a socket that listens on this address only; port 0 means any free port. Raises `OSError`."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # asyncio disables Nagle on every connection if the protocol is named.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.bind((address, port))
-        listener.listen(128)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def _proof(secret: bytes, role: bytes, challenge: bytes, answer: bytes, number: bytes) -> bytes:
     return hmac.digest(secret, role + challenge + answer + number, "sha256")
 

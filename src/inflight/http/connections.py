@@ -23,7 +23,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from inflight.base.addresses import is_address, is_loopback
+from inflight.base.addresses import host_and_port, is_address, is_loopback
 from inflight.errors import InvalidRequestError
 from inflight.http.server import error_response
 from inflight.http.tls import Handshake
@@ -129,8 +129,7 @@ def configure(app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None,
 def url_of(listener: socket.socket, tls: ssl.SSLContext | None) -> str:
     """Return the URL of the address on which a socket listens."""
     host, port = listener.getsockname()[:2]
-    name = f"[{host}]" if ":" in host else host
-    return f"{'http' if tls is None else 'https'}://{name}:{port}"
+    return f"{'http' if tls is None else 'https'}://{host_and_port(host, port)}"
 
 
 def _over_tls(context: ssl.SSLContext) -> Callable[..., Handshake]:

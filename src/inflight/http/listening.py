@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from inflight.base.addresses import host_and_port, listen_on
 from inflight.errors import ConfigError, InflightError
 from inflight.http.connections import BACKLOG, configure, url_of
 
@@ -30,19 +31,11 @@ def bind(
 
     Raises `ConfigError`, with the remedy, if the address cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's algorithm only on sockets with a named protocol; it would delay each answer by 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
-        if listens:
-            listener.listen(BACKLOG)
+        return listen_on(host, port, backlog=BACKLOG if listens else None)
     except (OSError, OverflowError) as error:
-        listener.close()
         reason = error.strerror if isinstance(error, OSError) else "no such port"
-        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; {remedy}") from error
-    return listener
+        raise ConfigError(f"cannot listen on {host_and_port(host, port)}: {reason}; {remedy}") from error
 
 
 class InLoopServer:

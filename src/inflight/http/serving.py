@@ -20,6 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.base.tasks import cancel_and_wait, combine_failures
+from inflight.base.whole_files import write_whole
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import BusyError, InflightError, error_from_code
 from inflight.http.connections import configure, max_connections, url_of
@@ -238,9 +239,7 @@ class _UntilFailure:
 
 def _announce(url: str, ready_file: Path | None, on_ready: Callable[[str], None] | None) -> None:
     if ready_file is not None:
-        partial = ready_file.with_suffix(".partial")
-        partial.write_text(json.dumps({"url": url, "pid": os.getpid()}))
-        partial.replace(ready_file)
+        write_whole(ready_file, json.dumps({"url": url, "pid": os.getpid()}))
     if on_ready is not None:
         on_ready(url)
 

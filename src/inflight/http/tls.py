@@ -7,7 +7,6 @@ import asyncio.sslproto
 import functools
 import os
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +20,21 @@ KEY_VARIABLE = "INFLIGHT_TLS_CLIENT_KEY"
 _HANDSHAKE_S = 10
 
 
-@dataclass(frozen=True, slots=True)
-class ServerTls:
-    """The PEM files of a server. With ``client_ca``, clients need a certificate signed by that CA."""
-
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None
-
-    def context(self) -> ssl.SSLContext:
-        """Return the context for the server's connections. Raises `ConfigError` if a file cannot be used."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        _load_certificate(context, str(self.certificate), str(self.key))
-        if self.client_ca is not None:
-            _load_ca(context, str(self.client_ca))
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-
 def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> ssl.SSLContext | None:
-    """Return the context for a server with these files, or None if there are none. Raises `ConfigError`."""
+    """Return the context for a server with these PEM files, or None if there are none.
+
+    With ``client_ca``, clients need a certificate signed by that CA. Raises `ConfigError` if a file cannot be used.
+    """
     if certificate is None or key is None:
         if (certificate, key, client_ca) != (None, None, None):
             raise ConfigError("--tls-certificate and --tls-key belong together, and --tls-client-ca requires both")
         return None
-    return ServerTls(certificate, key, client_ca).context()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _load_certificate(context, str(certificate), str(key))
+    if client_ca is not None:
+        _load_ca(context, str(client_ca))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 @functools.cache

@@ -13,13 +13,13 @@ import socket
 import struct
 import time
 
+from inflight.base.addresses import host_and_port, listen_on
 from inflight.base.sealed_channel import (
     PROVE_S,
     Acceptor,
     ChannelError,
     SealedConnection,
     SealedStream,
-    listen_on,
     prove,
 )
 from inflight.errors import TrainerError
@@ -55,8 +55,7 @@ class Meeting:
         listener = listen_on(address, port)
         acceptor = Acceptor(token.encode(), meet)
         await acceptor.listen(listener)
-        host = f"[{address}]" if ":" in address else address
-        return cls(acceptor, f"{host}:{listener.getsockname()[1]}", ranks)
+        return cls(acceptor, host_and_port(address, listener.getsockname()[1]), ranks)
 
     async def channel(self, rank: int) -> RunChannel:
         """Wait for a rank to connect, and return the channel to it."""

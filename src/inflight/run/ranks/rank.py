@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from inflight.base.addresses import host_and_port
 from inflight.base.clock import unix_time
 from inflight.base.progress import report_log_records
 from inflight.base.worker_kinds import load_worker_kind
@@ -375,7 +376,7 @@ def main() -> None:
     hosted, here = None, Here()
     if rank == 0 and int(os.environ["WORLD_SIZE"]) > 1:
         hosted, port = host_store(address, _MEET_S)
-        here = Here(rendezvous=f"[{address}]:{port}" if ":" in address else f"{address}:{port}")
+        here = Here(rendezvous=host_and_port(address, port))
     channel.send(here)
     answer_requests(channel, notes, hosted)
 

@@ -16,7 +16,7 @@ from typing import Any
 from inflight.base.backoff import Backoff
 from inflight.base.tasks import finish_all, run_together
 from inflight.errors import ConfigError, EndpointError
-from inflight.http.tls import ServerTls
+from inflight.http.tls import server_tls
 from inflight.launchers import Launcher
 from inflight.run.config import RunConfig
 from inflight.run.machines.placement import GpuPlacement, place_extra
@@ -91,7 +91,7 @@ class Servers:
         await self.membership.attach(limits | dict.fromkeys(servers.attach.urls, servers.slots_of_attached))
         if servers.attach.join is not None:
             files = servers.attach.tls
-            tls = None if files is None else ServerTls(files.certificate, files.key, files.client_ca).context()
+            tls = None if files is None else server_tls(files.certificate, files.key, files.client_ca)
             at = await self.listed.open(JoinServer(servers.attach.join, self.token, directory.run_id, tls=tls))
             self.note(f"servers may join at {at}")
             self.scaling = self._scaling(directory, at)

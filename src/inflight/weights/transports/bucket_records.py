@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from inflight.base.whole_files import write_whole
 from inflight.weights.transports.store import Attempt, parse_message, read_text, session_name
 from inflight.wire import UpdateRef, WireModel
 
@@ -31,9 +32,7 @@ class BucketRecord(WireModel):
 def write_record(directory: Path, record: BucketRecord) -> Path:
     """Write a record atomically and return its path. Raises `OSError`."""
     path = directory / _record_name(record.ref, record.index)
-    partial = path.with_suffix(".part")
-    partial.write_text(record.model_dump_json())
-    partial.replace(path)
+    write_whole(path, record.model_dump_json())
     return path
 
 

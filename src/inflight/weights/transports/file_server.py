@@ -7,7 +7,6 @@ import hmac
 import os
 import re
 import secrets
-import socket
 import threading
 import time
 from pathlib import Path
@@ -19,11 +18,14 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from inflight.base.addresses import host_and_port, listen_on
 from inflight.errors import TransferError, transfer_error
 from inflight.weights.transports.bucket_files import LATEST, LEASE_NAME, MANIFEST, SESSION_NAME, take_lease
 from inflight.weights.transports.store import regular_file
 
 _RUN = re.compile(r"[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]{0,254}")
+_BACKLOG = 1024
+"""How many servers may connect at once."""
 _FILE = re.compile(rf"[0-9]{{5,9}}\.safetensors|{re.escape(MANIFEST)}|{LEASE_NAME.pattern}")
 _START_S = 10.0
 _STOP_S = 5.0
@@ -38,9 +40,12 @@ class FileServer:
 
     def __init__(self, directory: Path, address: str, port: int = 0, token: str | None = None) -> None:
         self.token = token or secrets.token_urlsafe(32)
-        self._listener = _bind_socket(address, port)
+        try:
+            self._listener = listen_on(address, port, backlog=_BACKLOG)
+        except OSError as error:
+            raise transfer_error(error, f"serving the weights' files on {address}, port {port}") from error
         port = self._listener.getsockname()[1]
-        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        self.url = f"http://{host_and_port(address, port)}"
         config = uvicorn.Config(
             _app(directory, self.token),
             log_config=None,
@@ -123,16 +128,3 @@ def _app(directory: Path, token: str) -> Starlette:
             Route("/{run}/{session}/{file}", file, methods=["GET"]),
         ]
     )
-
-
-def _bind_socket(address: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    # asyncio disables Nagle on every connection if the protocol is named.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.bind((address, port))
-        listener.listen(1024)
-    except OSError as error:
-        listener.close()
-        raise transfer_error(error, f"serving the weights' files on {address}, port {port}") from error
-    return listener

@@ -22,7 +22,8 @@ from typing import Annotated, Any
 import torch.distributed
 from pydantic import Field, ValidationError
 
-from inflight.base.sealed_channel import Acceptor, SealedStream, listen_on, prove
+from inflight.base.addresses import listen_on
+from inflight.base.sealed_channel import Acceptor, SealedStream, prove
 from inflight.base.threads import start_in_thread
 from inflight.errors import TransferError, transfer_error
 from inflight.wire import WireModel

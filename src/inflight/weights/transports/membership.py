@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from inflight.base.sealed_channel import listen_on
+from inflight.base.addresses import listen_on
 from inflight.base.threads import run_unless_abandoned
 from inflight.errors import TransferError, transfer_error
 from inflight.weights.transports.groups import GLOO, GRACE_S, CollectiveGroup, GroupKind, timeout_of
