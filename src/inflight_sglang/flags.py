@@ -218,6 +218,6 @@ def ignores_temperature(answer: Any) -> Problem | None:
     if apart > 0.01 and apart_when_hot > apart / 2:
         return Problem(
             "logprobs describe the unscaled logits, as with SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment, and "
-            "not the distribution that tokens are sampled from; start it without that variable"
+            "not the distribution from which tokens are sampled; start it without that variable"
         )
     return None

@@ -169,7 +169,7 @@ def scores_of(request: ScoreRequest, item: Mapping[str, Any], version: int, voca
         scored = meta["input_token_logprobs"][-num:]
         reported = [token if token < vocab_size - 1 else 0 for token in request.token_ids[request.start :]]
         if [token for _, token, *_ in scored] != reported:
-            raise ValueError("it scored other tokens than those of the request")
+            raise ValueError("it scored tokens other than those of the request")
         if not all(math.isfinite(logprob) for logprob, *_ in scored):
             raise NonFiniteError("scored logprobs are not finite: the served weights are broken; publish valid weights")
         top = meta["input_top_logprobs"][-num:] if request.top_k else []

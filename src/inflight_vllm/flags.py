@@ -115,7 +115,7 @@ def wrong_settings(config: Mapping[str, Any]) -> str | None:
     mode = config["model_config"]["logprobs_mode"]
     if mode != "processed_logprobs":
         return (
-            f"--logprobs-mode is {mode}: logprobs do not describe the distribution that tokens are sampled from "
+            f"--logprobs-mode is {mode}: logprobs do not describe the distribution from which tokens are sampled "
             "(temperature and filters are ignored); processed_logprobs is required"
         )
     transfer = config.get("weight_transfer_config") or {}

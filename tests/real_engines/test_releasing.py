@@ -101,7 +101,7 @@ def test_a_release_is_refused_while_this_client_or_another_has_requests(
             await busy.capabilities()
             running = asyncio.ensure_future(busy.generate(request(1000)))
             await until(lambda: busy._gate.num_sent > 0)
-            for endpoint, words in ((busy, "1 requests run or wait"), (other, "still running after 0.2 s")):
+            for endpoint, words in ((busy, "1 requests are running or waiting"), (other, "still running after 0.2 s")):
                 assert not running.done()
                 with pytest.raises(BusyError, match=words):
                     await endpoint.release_memory()

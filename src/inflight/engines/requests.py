@@ -113,7 +113,8 @@ class RequestGate:
         """Raise `BusyError` if requests are running or waiting for the gate."""
         if self._running:
             raise BusyError(
-                f"{len(self._running)} requests run or wait: memory can be released only after they have ended"
+                f"{len(self._running)} requests are running or waiting: memory can be released only after they "
+                "have ended"
             )
 
     async def sample(

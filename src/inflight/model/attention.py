@@ -311,7 +311,7 @@ def _attention_of_layer(
             "not pass it to its attention and cannot be trained on packed segments"
         )
     if attention_mask is not None or any(others.get(name) is not None for name in _REFUSED_ARGUMENTS):
-        raise UnsupportedError(f"{layer} asks for a mask or for one of {', '.join(_REFUSED_ARGUMENTS)}")
+        raise UnsupportedError(f"{layer} needs an attention mask, or one of {', '.join(_REFUSED_ARGUMENTS)}")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise UnsupportedError(f"{layer} is not causal")
     if sliding_window is not None and sliding_window < segment_plan.max_length:
@@ -321,7 +321,7 @@ def _attention_of_layer(
         )
     if query.shape[0] != 1 or query.shape[2] != segment_plan.num_rows or key.shape[2] != query.shape[2]:
         raise UnsupportedError(
-            f"{layer} attends from {tuple(query.shape)} to {tuple(key.shape)}, but the plan is of one row of "
+            f"{layer} attends from {tuple(query.shape)} to {tuple(key.shape)}, but the plan covers one row of "
             f"{segment_plan.num_rows} tokens, without a cache"
         )
     return segment_attention(query, key, value, segment_plan, scaling, dropout), None

@@ -35,7 +35,7 @@ def load_config(path: Path) -> Any:
 
     if not path.is_dir():
         raise ConfigError(
-            f"model directory {str(path)!r} does not exist; give a directory with config.json and safetensors"
+            f"model directory {str(path)!r} does not exist; pass a directory with config.json and safetensors files"
         )
     if not (path / "config.json").is_file():
         raise ConfigError(
@@ -54,7 +54,7 @@ def load_config(path: Path) -> Any:
     if type(config) not in models or not any("CausalLM" in a for a in architectures):
         if type(config) in models and (name := models[type(config)].__name__) in architectures:
             takes_more = name.endswith("ForConditionalGeneration")
-            why = "it takes inputs other than text" if takes_more else "its attention ignores where sequences end"
+            why = "it accepts inputs other than text" if takes_more else "its attention ignores where sequences end"
             raise UnsupportedError(
                 f"{str(path)!r} contains a {name}, which inflight can neither train nor serve: {why}. Supported "
                 "models are the ...ForCausalLM decoders of transformers with full attention through its attention "
