@@ -124,7 +124,7 @@ class DeepSpeedWorker(ShardedWorker):
         self._engine.backward(loss)
 
     def _update(self, settings: AdamSettings | None) -> StepResult:
-        """Let DeepSpeed take a step. It does not call the optimizer if it finds a gradient that is not finite."""
+        """Have DeepSpeed take a step. It does not call the optimizer if it finds a gradient that is not finite."""
         self._has_gradients = False
         self._boundary.update = partial(super()._update, settings)
         self._engine.step()

@@ -51,13 +51,13 @@ class ShardedAdamW:
         return int(self._adamw.state[first]["step"].item()) if self._adamw.state else 0
 
     def set_num_steps(self, value: int) -> None:
-        """Set the number of steps taken; the caller fills in the moments."""
+        """Set the number of steps taken, and allocate the moments, which the caller then fills in."""
         self._allocate()
         for tensor in self._updated.values():
             self._adamw.state[tensor]["step"].fill_(value)
 
     def resume(self, states: Mapping[str, Mapping[str, torch.Tensor]], num_steps: int) -> None:
-        """Continue after ``num_steps`` steps; the caller has read the moments into the result of `states`."""
+        """Continue after ``num_steps`` steps. Call this once the saved moments are in the tensors of `states`."""
         self.set_num_steps(num_steps)
 
     def reset(self) -> None:

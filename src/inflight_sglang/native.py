@@ -111,7 +111,7 @@ class NativeSink(BucketSink):
         """Do nothing, because nothing is kept."""
 
     async def receive(self, transfer: BucketTransfer, bucket: BucketSpec, tensors: Sequence[TensorSpec]) -> None:
-        """Ask SGLang to receive the bucket once it is being sent. SGLang's call cannot be cancelled."""
+        """Wait until the bucket is being sent, then ask SGLang to receive it. SGLang's call cannot be cancelled."""
         if self._group is None or self._ranks is None:
             raise TransferError("the engine belongs to no weight group; form a group first")
         timeout_s = transfer.timeout_s

@@ -153,7 +153,8 @@ class ReleasingEndpoint(InferenceEndpoint, Protocol):
 
         The endpoint keeps its weights elsewhere, under the same version, and discards cached prefixes. Raises
         `BusyError` if requests are running or waiting, or an update is open, and `PoisonedError` if the state is
-        POISONED; nothing has changed then. After any other error the state may be RELEASED: call `restore_memory`.
+        POISONED; in both cases nothing has changed. After any other error, the state may be RELEASED: call
+        `restore_memory`.
         """
 
     @abstractmethod

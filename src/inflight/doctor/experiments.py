@@ -153,9 +153,9 @@ async def _figures(pair: Pair, weights: ReferenceWeights) -> Figures:
 async def _lost_tensors(
     pair: Pair, other: ReferenceWeights, limits: Limits, report: Callable[[str], None]
 ) -> Sequence[str]:
-    """Return the tensors whose changes do not arrive even alone.
+    """Return the tensors whose changes do not arrive even when they are sent alone.
 
-    A part that could not be divided further within `_MAX_PUBLISHES` updates is returned whole.
+    A group of tensors that could not be divided further within `_MAX_PUBLISHES` updates is returned whole.
     """
     weights = pair.subject.reference.weights
     num_publishes = 0

@@ -176,7 +176,7 @@ class _UntilFailure:
         self._abandoned: set[asyncio.Future[None]] = set()
 
     def fail(self, error: Exception) -> None:
-        """Let all running and later requests fail with the first line of ``error``."""
+        """Make all running and later requests fail with the first line of ``error``."""
         line = str(error).partition("\n")[0]
         if isinstance(error, InflightError):
             self._error = error_from_code(error.code, line)

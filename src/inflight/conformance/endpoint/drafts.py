@@ -66,8 +66,8 @@ async def drafts(subject: EndpointSubject) -> None:
 @check("E-71", "model drafts draft_counts")
 @look_at("which drafts are counted: those of one completion, or all that the engine has verified since it started")
 async def own_drafts_are_counted(subject: EndpointSubject) -> None:
-    """A completion counts the drafts that were verified for it, and no others: a completion that is sampled again has
-    accepted tokens, and one that runs alongside it and whose drafts are all wrong has none."""
+    """Each completion reports only the drafts that were verified for it: a repeated completion reports accepted tokens,
+    and a concurrent one whose drafts are all wrong reports none."""
     endpoint = subject.endpoint
     assert isinstance(endpoint, DraftingEndpoint)
 

@@ -48,7 +48,7 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
 @check("E-24", "streaming", deadline_s=40)
 @look_at("whether a chunk repeats or skips tokens, and what is sent when a completion ends")
 async def stream_is_generate(subject: EndpointSubject) -> None:
-    """A stream carries what generate returns in contiguous chunks, including the token that ends the completion; only
+    """A stream carries, in contiguous chunks, what generate returns, including the token that ends the completion; only
     the last chunk has the finish reason."""
     same = subject.repeatable(7)
     whole = await subject.endpoint.generate(subject.request(n=4, max_tokens=24, **same))

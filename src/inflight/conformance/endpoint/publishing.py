@@ -105,7 +105,7 @@ class SteppedPublisher:
         await self.join_group(self.open_group(timeout_s))
 
     async def join_group(self, spec: TransportSpec) -> None:
-        """Let the senders and the endpoint join the most recently opened group."""
+        """Make the senders and the endpoint join the most recently opened group."""
 
         def join() -> None:
             for sender in self.senders:

@@ -107,7 +107,7 @@ def _after_the_update(
 @check("U-36", "updates spans", deadline_s=90)
 @look_at("what is recreated when a request is queued for recomputation: its seeded generator must not be")
 async def random_numbers_continue(subject: EndpointSubject) -> None:
-    """A request that continues after an update draws new random numbers: it uses none of them twice."""
+    """A request that continues after an update draws new random numbers and reuses none of the earlier ones."""
     # Draws from a uniform distribution show the random numbers themselves.
     policies = subject.pausing_policies()
     uniform = subject.reference.with_final_norm(0.0, "uniform")

@@ -96,7 +96,7 @@ class SecondRank:
             self.problems.append(f"rank 1 did not end a publish within {self._end_s:g} s of rank 0")
 
     def close(self) -> None:
-        """Let rank 1 end, and record anything that it leaves behind. Idempotent."""
+        """Make rank 1 end, and record anything that it leaves behind. Idempotent."""
         self._faults.replaced.set()
         self.source.link.lose("the trainer has ended")
         self._signal(signal.SIGCONT)

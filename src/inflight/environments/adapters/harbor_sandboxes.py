@@ -91,7 +91,7 @@ def machine_problem(image: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class BubblewrapSandbox:
-    """A directory of the host for each directory that a task may write to, and a new sandbox for each command."""
+    """A directory on the host for each directory that a task may write to, and a new sandbox for each command."""
 
     task: HarborTask
     base: Path

@@ -179,7 +179,7 @@ def _take_lock(path: Path, note: Callable[[str], None]) -> int:
 
 
 def _refuse_living_owner(path: Path) -> None:
-    """Raise `ConfigError` if a running process of this host owns the directory and does not end soon."""
+    """Raise `ConfigError` if a running process on this host owns the directory and does not end soon."""
     try:
         lock = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:  # the directory has no owner
@@ -225,7 +225,7 @@ def _orphans(lock: int) -> list[int]:
 
 
 def _holders(lock: int) -> list[int]:
-    """Return the processes of this host that hold the lock, excluding those that only wait for it."""
+    """Return the processes on this host that hold the lock, excluding those that only wait for it."""
     wanted = os.fstat(lock)
     holders = []
     for process in Path("/proc").glob("[0-9]*"):

@@ -198,7 +198,8 @@ def checksum(flat: torch.Tensor, places: bytes = b"") -> str:
     """Return the XXH3-128 of ``places`` and ``flat`` (uint8 [size], contiguous, any device) in hexadecimal digits.
 
     The checksum detects corruption in transit; it does not authenticate the sender. Bytes on the host are not copied,
-    and other threads can run in the meantime. Raises `TransferError` for a tensor without bytes.
+    and other threads can run in the meantime. Raises `TransferError` for a tensor that holds no data, such as one on
+    the meta device.
     """
     digest = xxhash.xxh3_128(places)
     digest.update(to_host(flat).numpy().data)
@@ -208,7 +209,7 @@ def checksum(flat: torch.Tensor, places: bytes = b"") -> str:
 def to_host(flat: torch.Tensor) -> torch.Tensor:
     """Return the bytes on the host, without a copy if they are there already.
 
-    Raises `TransferError` for a tensor without bytes, such as a tensor on the meta device or of a `FakeTensorMode`.
+    Raises `TransferError` for a tensor that holds no data, such as one on the meta device or of a `FakeTensorMode`.
     """
     host = flat if flat.is_meta else flat.cpu()
     if host.is_meta or type(host) is not torch.Tensor:

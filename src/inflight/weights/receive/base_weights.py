@@ -53,7 +53,10 @@ class BaseWeights:
             )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the most recently loaded value of a tensor, in the model's dtype, on the CPU or where it was kept."""
+        """Return the most recently loaded value of a tensor, in the model's dtype.
+
+        It is on the CPU, or on the device on which its update sent it if that update asked to keep it.
+        """
         if name in self._loaded:
             kept = self._loaded[name]
             assert kept is not None  # the caller has called `require`

@@ -198,7 +198,7 @@ async def relay(
     deadline_s: float = 60.0,
     note: Callable[[str], None],
 ) -> NoReturn:
-    """Keep a copy of the newest version stored at ``spec`` in ``directory``, until cancelled.
+    """Keep in ``directory`` a copy of the newest version at ``spec``, until cancelled.
 
     Every bucket is verified against its checksum before it is stored, and a version becomes visible only when it is
     complete. The previous version is then removed, unless a reader leases it. Each version has ``deadline_s`` seconds.

@@ -133,12 +133,12 @@ class UpdateStateMachine:
 
     @property
     def run_id(self) -> str | None:
-        """Run of the served version; None for the checkpoint that the endpoint started from."""
+        """The run that published the served version; None for the checkpoint that the endpoint started from."""
         return self._run_id
 
     @property
     def session_id(self) -> str:
-        """Session that sent the served version; empty if it had no name or there was no session."""
+        """The session that sent the served version; empty if it had no name or there was no session."""
         return self._served.session_id if self._served.run_id == self._run_id else ""
 
     @property

@@ -205,13 +205,13 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         self._own.abort()
 
     def gather(self, bucket_bytes: int, deadline_s: float) -> None:
-        """Let the other ranks take part in gathering whole tensors."""
+        """Make the other ranks take part in gathering whole tensors."""
         self._deadline = time.monotonic() + deadline_s
         self._order(GatherOrder(bucket_bytes=bucket_bytes))
 
     @contextlib.contextmanager
     def sending(self, bucket_bytes: int, deadline_s: float) -> Iterator[PartsInSending]:
-        """Let every rank send its parts of the next update. Leaving the context ends the update on all ranks."""
+        """Make every rank send its parts of the next update. Leaving the context ends the update on all ranks."""
         self._is_sending, self._is_lost = True, False
         self._bucket_bytes, self._deadline_s = bucket_bytes, deadline_s
         self._deadline = time.monotonic() + deadline_s

@@ -85,7 +85,7 @@ class WeightGroup:
     async def _form_together(
         self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, _: int
     ) -> dict[str, InflightError]:
-        """Let all endpoints join together or not at all. Raises the first error, with all errors as its cause."""
+        """Make all endpoints join together or not at all. Raises the first error, with all errors as its cause."""
 
         async def join(call: Callable[[], Awaitable[None]]) -> None:
             try:
@@ -111,7 +111,7 @@ class WeightGroup:
     async def _form_each(
         self, specs: Mapping[InferenceEndpoint, TransportSpec], timeout_s: float, num_needed: int
     ) -> dict[str, InflightError]:
-        """Let each endpoint join independently. Return why some could not. Raises the first error if too few could."""
+        """Make each endpoint join independently. Return why some could not. Raises the first error if too few could."""
         failures: dict[str, InflightError] = {}
 
         async def join(endpoint: InferenceEndpoint, spec: TransportSpec) -> None:
@@ -178,7 +178,7 @@ class WeightGroup:
         await run_abandonable(partial(self.sender.send, bucket, timeout_s), "inflight-send")
 
     def end_update(self, update: WeightUpdate, *, is_applied_everywhere: bool) -> None:
-        """Let the sender clean up the update in a thread. The next update waits for this.
+        """Make the sender clean up the update in a thread. The next update waits for this.
 
         An endpoint that has not applied the update may still be reading it.
         """

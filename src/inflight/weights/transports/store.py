@@ -169,7 +169,7 @@ def parse_message(model: type[M], text: bytes, where: object) -> M:
 
 
 def write_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> None:
-    """Write ``data`` to a file from ``offset`` on, checking the deadline periodically."""
+    """Write ``data`` to a file, starting at ``offset``, and check the deadline periodically."""
     written = 0
     while written < len(data):
         attempt.remaining_s()
@@ -177,7 +177,7 @@ def write_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> N
 
 
 def read_all(fd: int, data: memoryview, attempt: Attempt, offset: int = 0) -> None:
-    """Fill ``data`` from ``offset`` of a file on. Raises `TransferError` if the file ends early."""
+    """Fill ``data`` with the bytes of a file, starting at ``offset``. Raises `TransferError` if the file ends early."""
     done = 0
     while done < len(data):
         attempt.remaining_s()
