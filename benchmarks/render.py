@@ -135,7 +135,7 @@ def compiled_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def modes_table(result: dict[str, Any]) -> str:
     lines = [
-        "| mode | trained tokens/s | pipeline over it: median (min to max) | share of time in the trainer "
+        "| mode | trained tokens/s | pipeline ÷ this mode: median (min to max) | share of time in the trainer "
         "| paused | lag mean, max | mean ESS |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -159,7 +159,7 @@ def modes_table(result: dict[str, Any]) -> str:
 def concurrency_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return tokens per CPU second by concurrency, and the embedded engine's relative to each contender's."""
     lines = [
-        "| concurrent | embedded engine, tokens per CPU s | `generate` | engine over it | vLLM | engine over it |",
+        "| concurrent | embedded engine, tokens per CPU s | `generate` | engine ÷ `generate` | vLLM | engine ÷ vLLM |",
         "|---|---|---|---|---|---|",
     ]
     for num in sorted({row["concurrent"] for row in rows}):
