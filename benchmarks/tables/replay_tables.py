@@ -74,11 +74,11 @@ def recording_table() -> str:
         [
             f"| median (extremes) of {rows['rounds']} rounds, {rows['steps']} steps each | |",
             "|---|---|",
-            f"| trained tokens per s, without | {spread(speeds[False], ',.0f')} |",
-            f"| with `run.record` | {spread(speeds[True], ',.0f')} |",
-            f"| with over without, in each round | {spread(rows['ratios'], '.3f')} |",
-            f"| processor time of making and writing a step | {1000 * costs['processor_s_per_step']:.1f} ms |",
-            f"| the same over a step's time in the fastest run | {share:.2f} % |",
+            f"| trained tokens per s, without `run.record` | {spread(speeds[False], ',.0f')} |",
+            f"| trained tokens per s, with `run.record` | {spread(speeds[True], ',.0f')} |",
+            f"| ratio of with to without, in each round | {spread(rows['ratios'], '.3f')} |",
+            f"| processor time for recording a step | {1000 * costs['processor_s_per_step']:.1f} ms |",
+            f"| this time as a share of a step in the fastest run | {share:.2f} % |",
             f"| bytes on disk per trained token | {costs['bytes_per_token']:.1f} |",
         ]
     )

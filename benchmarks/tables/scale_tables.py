@@ -57,9 +57,9 @@ def lost_host_table() -> str:
     """Return how long a run takes to continue after it has lost a host."""
     lost = kept("scale")["rows"]["lost"]
     rows = (
-        ("the start of the run, to its first step", "start_s"),
-        ("a host with the rank is killed: to the next step after the last one", "ranks_s"),
-        ("a host with a server is killed: until another server runs", "server_s"),
+        ("from the start of the run to its first step", "start_s"),
+        ("from killing the host with the rank to the next new step", "ranks_s"),
+        ("from killing a host with a server to the start of another server", "server_s"),
     )
     return "\n".join(["| | seconds |", "|---|---|", *(f"| {what} | {lost[key]:.1f} |" for what, key in rows)])
 

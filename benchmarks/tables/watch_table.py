@@ -7,17 +7,17 @@ import statistics
 from benchmarks.tables.kept import kept
 
 ROUNDS = {
-    "start_s": "from the command to the address that it prints",
+    "start_s": "from starting `inflight watch` to the printed address",
     "opened_to_drawn_s": "**from opening the address to all steps drawn**",
-    "command_to_drawn_s": "**from the command to all steps drawn**",
+    "command_to_drawn_s": "**from starting `inflight watch` to all steps drawn**",
     "command_to_drawn_processor_s": "processor time of `inflight watch` until then",
-    "command_to_read_s": "from the command to all events read",
-    "opened_again_s": "opened again: until all steps are drawn",
+    "command_to_read_s": "from starting `inflight watch` to all events read",
+    "opened_again_s": "from opening the address again to all steps drawn",
 }
 PARTS = {
-    "fold_steps_s": "processor time of folding the steps",
-    "fold_events_s": "of folding the events",
-    "report_s": "of `inflight report`",
+    "fold_steps_s": "processor time for reading and aggregating the steps",
+    "fold_events_s": "processor time for reading and aggregating the events",
+    "report_s": "processor time of `inflight report`",
 }
 
 

@@ -105,13 +105,13 @@ def vllm_pauses_table() -> str:
     sides = kept("vllm_pauses")["rows"]["sides"]
     names = {
         "paused": "total: from the last step with the old weights to the first with the new ones",
-        "answer to the pause": "until `/pause` responds; it sleeps for 20 ms",
+        "answer to the pause": "until `/pause` responds, which sleeps for 20 ms",
         "until the load": "until the load begins",
-        "load": "the load",
+        "load": "loading the weights",
         "until the label": "until the version's label is set",
         "until the resume": "until the engine is resumed",
         "until the next step": "until the next step begins",
-        "reported paused_s": "`paused_s`, as the endpoint reports it",
+        "reported paused_s": "`paused_s`, as reported by the endpoint",
     }
 
     def cell(spread: Any) -> str:
@@ -121,6 +121,7 @@ def vllm_pauses_table() -> str:
     lines += [
         f"| {text} | {cell(sides['before'].get(name))} | {cell(sides['after'].get(name))} |"
         for name, text in names.items()
+        if name in sides["before"] or name in sides["after"]
     ]
     return "\n".join(lines)
 
