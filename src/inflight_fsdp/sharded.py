@@ -237,7 +237,7 @@ class ShardedWorker(
 
     @torch.no_grad()
     def step(self, settings: AdamSettings | None = None) -> StepResult:
-        """Raises `TrainerError` if `backward` was not called since the last step; nothing has changed then."""
+        """Raises `TrainerError`, and changes nothing, if `backward` was not called since the last step."""
         if not self._has_gradients:
             raise TrainerError(f"step was called at version {self._version} without a gradient: call backward first")
         return self._update(settings)

@@ -118,7 +118,7 @@ class ReservesMemory(Protocol):
 
         Returns None if the sender cannot provide any; the bucket is then sent from other memory. Called only for
         updates whose buckets are not encoded, in the training thread, in the order of buckets, before `send`. If the
-        update has ended meanwhile, writing to the memory does not affect later updates.
+        update has already ended, writing to the memory does not affect later updates.
         """
 
 

@@ -398,7 +398,7 @@ class SimulatedRun:
         self._serve()
 
     def _fail(self, server: SimulatedServer) -> None:
-        """Fail an endpoint and its requests. The endpoint returns later with the version that is served by then."""
+        """Fail an endpoint and its requests. The endpoint returns later, with the version served at that time."""
         self._advance_server(server).is_open = False
         self.dispatcher.endpoints.lose(server.endpoint.name, "it failed", self.timeline.now)
         self.timeline.at(self.timeline.now + server.endpoint.restart_time, lambda: self._join(server))

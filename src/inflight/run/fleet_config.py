@@ -146,8 +146,8 @@ class ServersSection(ServerGroupSection):
     """Let servers share GPUs with trainers and with each other. Each process keeps its share of the memory all the
     time, unless ``release_memory`` is set."""
     release_memory: bool = False
-    """Let servers release their GPU memory while the trainers train, and keep their weights in host memory meanwhile.
-    This requires ``run.mode = "conventional"``."""
+    """Make servers release their GPU memory while the trainers train, and keep their weights in host memory during that
+    time. This requires ``run.mode = "conventional"``."""
     lease_s: float = Field(default=0.0, ge=0)
     """How long the servers that the run started keep running if the run is killed. ``--resume`` reuses them within this
     time. With 0, they end with the run; other values require launcher ``local``.

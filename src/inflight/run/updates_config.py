@@ -45,7 +45,7 @@ class UpdatesSection(Section):
     """Send only the elements that changed since the last publish. Trainer and servers each keep one more copy of the
     weights."""
     sharded: bool = False
-    """Let every trainer rank send the weights that it holds, instead of gathering them on rank 0. This is faster if
+    """Make every trainer rank send the weights that it holds, instead of gathering them on rank 0. This is faster if
     ranks are on several hosts and the hosts' links are the bottleneck."""
     staged: bool = True
     """Keep sampling while weights arrive, on servers that support it. They then temporarily hold a second copy of the

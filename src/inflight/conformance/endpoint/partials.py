@@ -23,7 +23,7 @@ from inflight.wire import check_spans as spans_cover
 
 LEVEL = "partials"
 _NUM_TOKENS = 600
-"""Number of tokens that a request asks for before it is aborted: more than it has sampled by then."""
+"""Number of tokens that a request asks for: more than it has sampled when it is aborted."""
 _SEED = 67
 """Seed that only this request uses: an engine with drafts could otherwise repeat an earlier request in a few steps."""
 _SAMPLED = 64

@@ -109,8 +109,8 @@ async def server_killed(subject: EndpointSubject) -> None:
     "whether the lease uses a clock that continues while the process is stopped, and expires on the first late look"
 )
 async def server_stopped(subject: EndpointSubject) -> None:
-    """While the server's process is stopped, calls to it end with DeadlineError; a lease that runs out meanwhile has
-    expired by the time the process continues."""
+    """While the server's process is stopped, calls to it end with DeadlineError; a lease that runs out
+    in the meantime has expired by the time the process continues."""
     process, url = subject.opened.process, subject.opened.url
     assert process is not None
     assert url is not None

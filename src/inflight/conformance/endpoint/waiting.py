@@ -41,7 +41,7 @@ async def within(seconds: float, call: Awaitable[T], what: str) -> T:
 async def until(
     holds: Callable[[], object], seconds: float, what: str, tasks: Iterable[asyncio.Future[Any]] = ()
 ) -> None:
-    """Return once ``holds()`` is true. Fail the check if that takes too long; raise what a task raises meanwhile."""
+    """Return once ``holds()`` is true. Fail the check if that takes too long; raise the error of a task that fails."""
     seconds *= SLOWNESS.get()
     deadline, watched = time.monotonic() + seconds, list(tasks)
     while not holds():

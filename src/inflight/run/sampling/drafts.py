@@ -42,7 +42,7 @@ class FinishedGroups:
     async def send(self, endpoints: Collection[InferenceEndpoint]) -> None:
         """Send groups as they finish to those of ``endpoints`` that support drafts, until cancelled.
 
-        ``endpoints`` may change meanwhile. An endpoint that fails misses these groups, and drafts less.
+        ``endpoints`` may change while this runs. An endpoint that fails misses these groups, and drafts less.
         """
         while True:
             await self._arrived.wait()

@@ -218,7 +218,7 @@ def to_host(flat: torch.Tensor) -> torch.Tensor:
 
 
 def require_bytes(flat: torch.Tensor) -> None:
-    """Raise `TransferError` for a tensor without bytes, as `to_host` does. Copies nothing."""
+    """Raise `TransferError` for a tensor that holds no data, as `to_host` does. Copies nothing."""
     if flat.is_meta or type(flat) is not torch.Tensor:
         raise _unreadable_error(flat)
 
@@ -241,7 +241,7 @@ def sums64(flat: torch.Tensor, places: bytes = b"") -> str:
 
     The bytes are added up on their own device.
 
-    Waits for the device. Raises `TransferError` for a tensor without bytes.
+    Waits for the device. Raises `TransferError` for a tensor that holds no data.
     """
     require_bytes(flat)
     sums = to_host(_sums(flat)).numpy()
@@ -287,7 +287,7 @@ def encode_bucket(
 
     ``payload`` (uint8 [size]) contains bytes that are already encoded, such as those of a delta. The bytes are moved to
     the host. With ``on_device``, they stay where they are, and their checksum is computed there. ``places`` specifies
-    where a part of a bucket belongs. Raises `TransferError` for tensors without bytes.
+    where a part of a bucket belongs. Raises `TransferError` for tensors that hold no data.
     """
     if payload is None:
         assert encoding != "delta"  # only the publisher knows a delta's base

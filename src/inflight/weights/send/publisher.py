@@ -406,7 +406,7 @@ def _sharing_ranks(
 ) -> RankSenders | None:
     """Return the senders of all ranks if each rank is to send the parts that it holds, otherwise None.
 
-    If such senders exist but cannot be used, rank 0 has told the other ranks to gather whole tensors.
+    If such senders exist but cannot be used, rank 0 has ordered the other ranks to gather whole tensors.
     """
     ranks = publisher.ranks
     if ranks is None or source.rank != 0:

@@ -48,7 +48,7 @@ class Opening:
 
 @dataclass(slots=True)
 class _Part:
-    """The part of ``data`` for the bytes of a file from ``start`` on, of which ``done`` have arrived."""
+    """The part of ``data`` that receives a file's bytes, beginning at ``start``; ``done`` of them have arrived."""
 
     start: int
     data: memoryview
