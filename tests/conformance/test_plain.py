@@ -51,7 +51,7 @@ def test_the_endpoint_of_the_docs(endpoint, check):
             "kit started",
             "one sequence",
             "is supported",
-            "no apply can be made to fail",
+            "the kit cannot make an update fail",
             "no endpoint with a model that accepts images",
         )
         assert any(reason in verdict.message for reason in reasons), verdict.message
