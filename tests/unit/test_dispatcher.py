@@ -462,6 +462,33 @@ def test_a_restored_dispatcher_offers_the_same_items_first_and_continues_what_wa
     assert sent[:2] == [(0, (0,), Part(4, 0, is_whole=False)), (2, (0, 1), None)]
 
 
+def test_a_group_that_waits_for_its_step_is_not_sampled_again_after_a_restart() -> None:
+    dispatcher = started()
+    requests = decide(dispatcher)[:3]
+    wholes = {it.item: [Part(3, 0, is_whole=True), Part(5 + it.item, 0, is_whole=True)] for it in requests}
+    for request in requests:
+        dispatcher.request_ended(request, wholes[request.item], 1.0)
+        dispatcher.group_scored(request.item, scored(wholes[request.item]), 1.0)
+    dispatcher.want_step(0, 1.0)
+    commands = dispatcher.take_commands()
+    (step,) = [it for it in commands if isinstance(it, ComposedStep)]
+    trained = [group.item_index for group in step.groups]
+    waiting = wholes.keys() - {*trained}
+    dispatcher.settle(step.groups, 1.0)
+    state = json.loads(json.dumps(dispatcher.state(astuple)))
+    assert {int(item) for item in state["partials"]} == waiting != set()
+
+    again = dispatcher_of(LeastLoaded(group_size=2), ledger=Ledger.from_json(state["ledger"]))
+    again.restore(state, lambda part: Part(*part))
+    again.endpoints.add("a", 6, keeps_partials=True, now=0.0)
+    again.endpoints.serve(["a"], 0, 0.0)
+    commands = decide(again)
+    assert {it.item: it.sampled for it in commands if isinstance(it, ScoreGroup)} == {
+        item: wholes[item] for item in waiting
+    }
+    assert waiting.isdisjoint(it.item for it in commands if isinstance(it, SendRequest))
+
+
 def test_unfinished_groups_that_cannot_be_read_are_a_checkpoint_error() -> None:
     with pytest.raises(CheckpointError, match="unfinished groups in the checkpoint cannot be read"):
         started().restore({"partials": {"0": [1]}}, lambda part: Part(*part))

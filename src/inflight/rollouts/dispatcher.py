@@ -96,7 +96,7 @@ class Dispatcher:
         self._request_prefix = request_prefix
         self._stops_stale = knows_versions and type(staleness).can_train is not StalenessPolicy.can_train
         self._saved: dict[int, Sequence[SampledTokens | None]] = {}
-        """By item, completions of groups that an earlier process did not finish, until they are offered again."""
+        """By item, completions of restored groups until they are offered again, and of finished ones until settled."""
         self._failed_requests: Counter[int] = Counter()
         """The number of failed requests of each item that has not been settled yet."""
         self._counts: Counter[str] = Counter()
@@ -379,6 +379,7 @@ class Dispatcher:
         self._counts["finished"] += 1
         self._failed_requests.pop(item, None)
         self.ledger.finish(item)
+        self._saved[item] = opened.sampled
         self.history.record(opened.prompt, scored.lengths, scored.rewards, scored.completions)
         self._outbox.notify(Scored(now, item, opened.prompt, scored.lengths, scored.rewards))
         group = Group(opened.serial, item, scored.rollouts, ",".join(opened.endpoints))
@@ -404,6 +405,7 @@ class Dispatcher:
         """Record that a step has trained on these groups."""
         num_issued = sum([group.has_part for group in self.open.values()])
         self.steps.settle(groups, len(self.open), num_issued, now)
+        self._saved = {item: sampled for item, sampled in self._saved.items() if not self.ledger.is_settled(item)}
 
     def _compose_if_ready(self, now: float) -> None:
         self.steps.compose_if_ready(self.oldest, now)

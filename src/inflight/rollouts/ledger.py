@@ -79,6 +79,10 @@ class Ledger:
         del self._unsettled[item]
         self.num_dropped[reason] += 1
 
+    def is_settled(self, item: int) -> bool:
+        """Return whether an item that was issued has been trained on or dropped."""
+        return item not in self._unsettled
+
     def to_json(self) -> dict[str, Any]:
         """Return the state that `from_json` needs, as JSON values."""
         return {

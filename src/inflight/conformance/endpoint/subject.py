@@ -104,7 +104,7 @@ class EndpointSubject:
             "process": (opened.process is not None, "not a server that the kit started; see --serve"),
             "failing": (
                 self.can_fail is not None,
-                "it receives weights in another process, or without an UpdateReceiver: the kit cannot make an update fail",
+                "it receives weights in another process or without UpdateReceiver: the kit cannot make an update fail",
             ),
             "staging": (capabilities.staging, "staging is not supported"),
             "partial_rollouts": (capabilities.partial_rollouts, "partial rollouts are not supported"),
