@@ -75,7 +75,9 @@ def test_description_of_a_preset_has_all_parts_in_ten_lines():
 
 
 def test_unknown_preset_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"unknown loss preset 'gropo'; known: .*grpo"):
+    with pytest.raises(
+        ConfigError, match=r"unknown loss preset 'gropo' \(did you mean 'grpo' or 'up_grpo'\?\); known: a3po"
+    ):
         preset("gropo")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from inflight.base.unknown_names import unknown_name
 from inflight.errors import ConfigError
 
 
@@ -55,7 +56,7 @@ def load_installed(kind: str, group: str, name: str, also_known: tuple[str, ...]
     """Return the object that an entry point names. Raises `ConfigError`, which lists the known names of this kind."""
     found = find_entry_points(group)
     if name not in found:
-        raise ConfigError(f"unknown {kind} {name!r}; known: {', '.join([*also_known, *sorted(found)]) or 'none'}")
+        raise ConfigError(unknown_name(kind, name, [*also_known, *sorted(found)]))
     try:
         return found[name].load()
     except (ImportError, AttributeError) as error:

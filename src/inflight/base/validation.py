@@ -44,7 +44,7 @@ def describe_problems(error: ValidationError, kind: type[BaseModel] | None = Non
             subject, value = _subject(problem, kind)
             words = reasons.setdefault(subject, [])
             values.setdefault(subject, value)
-            if (said := _reason(problem, is_first=not words)) not in words:
+            if (said := _reason(problem, kind, is_first=not words)) not in words:
                 words.append(said)
         earlier.append(where)
         if len(reasons) == _MAX_SHOWN:
@@ -69,10 +69,13 @@ def _subject(problem: ErrorDetails, kind: type[BaseModel] | None) -> tuple[str, 
     return f"{path}: " if path else "", "" if is_hidden else f" (got {_values.repr(problem['input'])})"
 
 
-def _reason(problem: ErrorDetails, *, is_first: bool) -> str:
+def _reason(problem: ErrorDetails, kind: type[BaseModel] | None, *, is_first: bool) -> str:
     """Return a problem's message without pydantic's terms; if it is not the first, only the alternative it adds."""
     if problem["type"] in ("extra_forbidden", "missing"):
         return ""
+    if problem["type"] == "model_type":
+        known = {} if kind is None else _known_keys(kind, [str(part) for part in problem["loc"]])
+        return _cut(f"this is a section, set its keys instead: {', '.join(known)}".removesuffix(": "), _MAX_MESSAGE)
     message = problem["msg"].removeprefix("Value error, ")
     message = message.replace("Tuple should", "List should").replace(" after validation", "")
     return _cut(message if is_first else message.removeprefix("Input should be "), _MAX_MESSAGE)
@@ -80,17 +83,22 @@ def _reason(problem: ErrorDetails, *, is_first: bool) -> str:
 
 def _known_instead(kind: type[BaseModel], where: Sequence[str]) -> str:
     *sections, key = where
-    models = [kind]
-    for section in sections:
-        fields = [model.model_fields[section] for model in models if section in model.model_fields]
-        if fields:  # otherwise it is an index, or the tag of a union
-            models = [model for field in fields for model in _models_in(field.annotation)]
-    known = {name: None for model in models for name in model.model_fields}
+    known = _known_keys(kind, sections)
     if sections and (elsewhere := min(_paths_of(key, kind), key=len, default=None)):
         return f"; did you mean {'.'.join(elsewhere)}?"
     if nearest := difflib.get_close_matches(key[:_MAX_VALUE], known, n=1):
         return f"; did you mean {'.'.join((*sections, nearest[0]))}?"
     return _cut(f"; known: {', '.join(known)}", _MAX_MESSAGE) if known else ""
+
+
+def _known_keys(kind: type[BaseModel], sections: Sequence[str]) -> dict[str, None]:
+    """Return the keys of the section at this path, in order."""
+    models = [kind]
+    for section in sections:
+        fields = [model.model_fields[section] for model in models if section in model.model_fields]
+        if fields:  # otherwise it is an index, or the tag of a union
+            models = [model for field in fields for model in _models_in(field.annotation)]
+    return {name: None for model in models for name in model.model_fields}
 
 
 def _paths_of(key: str, kind: type[BaseModel], sections: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -22,6 +22,7 @@ from anyio.from_thread import start_blocking_portal
 
 from inflight.base.tasks import run_in_background
 from inflight.base.text_tables import align_columns
+from inflight.base.unknown_names import unknown_name
 from inflight.bench import limits
 from inflight.bench.server import BenchServer, make_model, serving
 from inflight.errors import ConfigError, InflightError
@@ -108,7 +109,7 @@ def measure(
     torch.set_num_threads(num_threads)
     for transport in transports:
         if transport not in TRANSPORTS:
-            raise ConfigError(f"unknown transport {transport!r}; known: {', '.join(TRANSPORTS)}")
+            raise ConfigError(unknown_name("transport", transport, TRANSPORTS))
     with tempfile.TemporaryDirectory(dir=directory) as made:
         place = Path(made)
         report_progress(f"making a model of {size_bytes / 1e6:,.0f} MB")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from inflight.base.unknown_names import unknown_name
 from inflight.errors import ConfigError
 
 
@@ -22,6 +23,6 @@ def run(arguments: argparse.Namespace) -> int:
     text = policy_description(arguments.name)
     if text is None:
         known = sorted({name for policies in KINDS.values() for name in policies})
-        raise ConfigError(f"unknown policy {arguments.name!r}; known: {', '.join(known)}")
+        raise ConfigError(unknown_name("policy", arguments.name, known))
     print(text)
     return 0

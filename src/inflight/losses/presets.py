@@ -9,6 +9,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from inflight.base.unknown_names import unknown_name
 from inflight.errors import ConfigError
 from inflight.losses.pieces import Piece
 from inflight.losses.policy import PolicyLoss
@@ -62,7 +63,7 @@ class Preset:
 def preset(name: str) -> Preset:
     """Return the preset called ``name``. Raises a `ConfigError` that lists the known names."""
     if name not in PRESETS:
-        raise ConfigError(f"unknown loss preset {name!r}; known: {', '.join(sorted(PRESETS))}")
+        raise ConfigError(unknown_name("loss preset", name, sorted(PRESETS)))
     return PRESETS[name]
 
 

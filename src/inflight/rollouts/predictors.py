@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from inflight.base.unknown_names import unknown_name
 from inflight.contracts import LengthPredictor
 from inflight.errors import ConfigError
 from inflight.rollouts.board import OpenItem
@@ -59,7 +60,7 @@ PREDICTORS: dict[str, Callable[[HistoryStore], LengthPredictor]] = {
 def make_predictor(name: str, history: HistoryStore) -> LengthPredictor:
     """Return the named predictor. Raises `ConfigError` if it is unknown."""
     if name not in PREDICTORS:
-        raise ConfigError(f"unknown length predictor {name!r}; known: {', '.join(PREDICTORS)}")
+        raise ConfigError(unknown_name("length predictor", name, PREDICTORS))
     return PREDICTORS[name](history)
 
 

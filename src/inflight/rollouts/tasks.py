@@ -213,7 +213,10 @@ class ReasoningGymTask(Task):
         try:
             self._dataset = reasoning_gym.create_dataset(name, size=_NUM_ITEMS, seed=seed, **params)
         except (TypeError, AssertionError, ValueError) as error:
-            raise TaskError(f"task {name!r} rejects its parameters {dict(params)}: {error}") from error
+            raise TaskError(
+                f"task {name!r} rejects its parameters {dict(params)}: {error}. task.params belong to one dataset: "
+                "set them together with task.name"
+            ) from error
 
     @property
     def name(self) -> str:

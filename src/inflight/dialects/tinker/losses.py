@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from inflight.base.unknown_names import unknown_name
 from inflight.errors import InvalidRequestError, UnsupportedError
 
 Inputs = Mapping[str, torch.Tensor]
@@ -114,7 +115,7 @@ def loss_named(name: str, settings: Mapping[str, float]) -> tuple[TinkerLoss, di
     if name == "custom":
         raise UnsupportedError("loss_fn 'custom' uploads a graph; use forward_backward_custom, which does not need one")
     if name not in LOSSES:
-        raise InvalidRequestError(f"unknown loss_fn {name!r}; known: {', '.join(LOSSES)}")
+        raise InvalidRequestError(unknown_name("loss_fn", name, LOSSES))
     loss = LOSSES[name]
     if unknown := sorted(set(settings) - set(loss.settings)):
         known = ", ".join(loss.settings) or "none"

@@ -1,0 +1,16 @@
+"""How messages refer to a name that is not known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_MAX_NAME = 80
+
+
+def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
+    """Return that ``name`` is not one of the ``known`` names of ``what``, with the two nearest of them."""
+    names = list(known)
+    nearest = difflib.get_close_matches(name[:_MAX_NAME], names, n=2)
+    guess = f" (did you mean {' or '.join(map(repr, nearest))}?)" if nearest else ""
+    return f"unknown {what} {name[:_MAX_NAME]!r}{guess}; known: {', '.join(names) or 'none'}"
