@@ -46,17 +46,16 @@ def test_certain_text_grows_to_the_whole_with_any_tokens(
     token_ids = list(template.encoded(text, 1 << 20, is_start=False)) + data.draw(
         st.lists(st.integers(0, num_known - 1), max_size=6)
     )
-    streamed, sent = StreamedText(template.plain, stop), ""
+    streamed, sent = StreamedText(stop), ""
     for start in range(0, len(token_ids), cut):
-        certain = streamed.add(token_ids[start : start + cut])
+        certain = streamed.add(token_ids[start : start + cut], template.plain)
         assert certain.startswith(sent)
         sent = certain
-    assert streamed.whole() == before_stop(template.plain(token_ids), stop)
-    assert streamed.whole().startswith(sent)
+    assert before_stop(template.plain(token_ids), stop).startswith(sent)
 
 
 def test_text_is_not_held_back_longer_than_it_must() -> None:
-    streamed = StreamedText(BYTES.plain, ["stop"])
-    said = [streamed.add([byte]) for byte in "aé sto stops".encode()]
+    streamed = StreamedText(["stop"])
+    said = [streamed.add([byte], BYTES.plain) for byte in "aé sto stops".encode()]
     assert said[:6] == ["a", "a", "aé", "aé ", "aé ", "aé "]
     assert said[-1] == "aé sto "

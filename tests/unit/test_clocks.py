@@ -12,10 +12,10 @@ WALL_CLOCK = {
     "inflight/dialects/pipelinerl/messages.py": "times of day that another program reads",
     "inflight/dialects/tinker/checkpoints.py": "checkpoints expire at a time of day",
     "inflight/dialects/tinker/service.py": "times of day that clients read",
-    "inflight/engines/embedded/chat.py": "`created` of an answer",
     "inflight/environments/proxy/formats.py": "`created` of an answer",
     "inflight/environments/proxy/response_items.py": "`created` of an answer",
     "inflight/http/chat.py": "`created` of an answer",
+    "inflight/http/streamed_text.py": "`created` of an answer",
     "inflight/observe/trackers/mlflow.py": "the tracker's times are times of day",
     "inflight/weights/transports/bucket_files.py": "leases are the times of files, which other hosts write",
 }

@@ -16,6 +16,8 @@ from inflight.http.bodies import parse_body
 from inflight.http.transport import make_transport
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
+_MAX_EVENT_BYTES = 1024 * 1024
+"""Maximum size of one server-sent event, in bytes."""
 MAX_ERROR_BYTES = 1024 * 1024
 """Maximum body size of a response with a status other than 200."""
 _DISCONNECTED = re.compile("disconnected|peer closed connection")
@@ -103,7 +105,7 @@ class BoundedClient:
         except (ValueError, RecursionError):
             return status, answer.decode(errors="replace")
 
-    async def stream(
+    async def events(
         self,
         method: str,
         path: str,
@@ -112,8 +114,13 @@ class BoundedClient:
         headers: Mapping[str, str],
         timeout_s: float,
         on_refusal: Callable[[int, bytes], Exception],
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield a streamed response piece by piece. If the status is not 200, raise what ``on_refusal`` returns."""
+    ) -> AsyncGenerator[bytearray, None]:
+        """Yield the data of a response's server-sent events.
+
+        A status other than 200 raises what ``on_refusal`` returns. Raises `ProtocolError` for a response that ends
+        without the event ``[DONE]``.
+        """
+        rest, is_done = bytearray(), False
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._send(method, path, content, headers)
@@ -124,11 +131,25 @@ class BoundedClient:
                     async for part in self._body_of(response, self._max_response_bytes):
                         size_bytes += len(part)
                         self._check_size(size_bytes, self._max_response_bytes)
-                        yield part
+                        rest += part
+                        if len(rest) > _MAX_EVENT_BYTES + len(part):
+                            raise ProtocolError(
+                                f"the stream has an event of more than {_MAX_EVENT_BYTES} bytes", self._url
+                            )
+                        if b"\n" not in part:
+                            continue
+                        *lines, rest = rest.split(b"\n")
+                        for line in lines:
+                            if line == b"data: [DONE]":
+                                is_done = True
+                            elif line.startswith(b"data: "):
+                                yield line.removeprefix(b"data: ")
                 finally:
                     await response.aclose()
         except _FAILURES as error:
             raise self._error_of(error, f"{method} {path}", timeout_s) from error
+        if not is_done:
+            raise ProtocolError(f"the stream of {method} {path} ended early", self._url)
 
     async def aclose(self) -> None:
         """Close the connections, unless they belong to a client that was passed in."""

@@ -45,7 +45,6 @@ from inflight.wire import (
     WireModel,
 )
 
-_MAX_EVENT_BYTES = 1024 * 1024
 _SLACK_S = 5.0
 """Extra seconds that the client waits beyond the server's deadline, so that the server's own error arrives."""
 
@@ -189,9 +188,8 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
             ) from error
 
     async def _events(self, route: Route[Any], body: WireModel, kind: type[Response]) -> AsyncIterator[Response]:
-        """Yield the server-sent events of a streamed response."""
-        rest, is_done = bytearray(), False
-        parts = self._http.stream(
+        """Yield the server-sent events of a streamed answer."""
+        events = self._http.events(
             route.method,
             route.path,
             content=body.model_dump_json(),
@@ -199,21 +197,9 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
             timeout_s=self._generate_timeout_s,
             on_refusal=lambda status, answer: self._error(route, status, answer),
         )
-        async with contextlib.aclosing(parts):
-            async for part in parts:
-                rest += part
-                if len(rest) > _MAX_EVENT_BYTES + len(part):
-                    raise ProtocolError(f"the stream has an event of more than {_MAX_EVENT_BYTES} bytes", self.name)
-                if b"\n" not in part:
-                    continue
-                *lines, rest = rest.split(b"\n")
-                for line in lines:
-                    if line == b"data: [DONE]":
-                        is_done = True
-                    elif line.startswith(b"data: "):
-                        yield self._event(line.removeprefix(b"data: "), kind)
-        if not is_done:
-            raise ProtocolError(f"the stream of {route.method} {route.path} ended early", self.name)
+        async with contextlib.aclosing(events):
+            async for data in events:
+                yield self._event(data, kind)
 
     def _headers(self, route: Route[Any]) -> dict[str, str]:
         headers = {"content-type": "application/json"}

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from inflight.errors import ContextFullError, InvalidRequestError
 from inflight.http.chat import generate_request_of
-from inflight.http.streamed_text import StreamedText
 from inflight.model.images import ImageProcessor, as_parts, image_urls_of, text_of
 from inflight.model.long_texts import tokenise
-from inflight.wire import (
-    ChatChunkChoice,
-    ChatCompletionChunk,
-    ChatCompletionRequest,
-    ChatDelta,
-    CompletionChunk,
-    GenerateRequest,
-)
+from inflight.wire import ChatCompletionRequest, GenerateRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +51,3 @@ class ChatFormat:
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         return [self.tokenizer.decode([token_id]) for token_id in token_ids]
-
-
-class ChatChunkWriter:
-    """Converts the streamed tokens of one request into streamed text."""
-
-    def __init__(self, chat: ChatFormat, request: ChatCompletionRequest) -> None:
-        self._chat = chat
-        self._request = request
-        self._stop = request.sampling().stop
-        self._created = int(time.time())
-        self._texts: dict[int, StreamedText] = {}
-        self._num_written: dict[int, int] = {}
-
-    def write(self, chunk: CompletionChunk) -> ChatCompletionChunk:
-        first = chunk.index not in self._texts
-        text = self._texts.setdefault(chunk.index, StreamedText(self._chat.text, self._stop))
-        certain = text.add(chunk.token_ids)
-        num_written = self._num_written.get(chunk.index, 0)
-        written = (certain if chunk.finish_reason is None else text.whole())[num_written:]
-        self._num_written[chunk.index] = num_written + len(written)
-        choice = ChatChunkChoice(
-            index=chunk.index,
-            delta=ChatDelta(role="assistant" if first else None, content=written),
-            finish_reason=chunk.finish_reason,
-            token_ids=chunk.token_ids,
-            token_logprobs=chunk.logprobs,
-            version=chunk.version,
-        )
-        return ChatCompletionChunk(
-            id=chunk.request_id, created=self._created, model=self._request.model, choices=(choice,)
-        )

@@ -26,7 +26,7 @@ from inflight.contracts import (
     StreamingEndpoint,
     WeightReceiver,
 )
-from inflight.engines.embedded.chat import ChatChunkWriter, ChatFormat
+from inflight.engines.embedded.chat import ChatFormat
 from inflight.engines.embedded.engine import Engine
 from inflight.engines.embedded.parameters import HOST, PreparedParameters
 from inflight.engines.embedded.sequences import Sequence
@@ -39,6 +39,7 @@ from inflight.errors import (
     UnsupportedError,
 )
 from inflight.http.chat import chat_completion_of, check_chat, check_logprobs
+from inflight.http.streamed_text import chat_chunks_of
 from inflight.model.images import ImageProcessor
 from inflight.types import EngineStats
 from inflight.weights.encode.transit import finished_on_weight_stream
@@ -405,12 +406,16 @@ class EmbeddedEndpoint(
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         generate_request = await asyncio.to_thread(self.chat_request, request)
-        if request.logprobs:
-            raise InvalidRequestError("logprobs=true cannot be streamed; every chunk carries token_logprobs")
-        writer = ChatChunkWriter(self._chat_format(), request)
-        async with contextlib.aclosing(self.generate_stream(generate_request)) as chunks:
+        chat = self._chat_format()
+
+        async def decode(sequences: Iterable[Iterable[int]]) -> list[str]:
+            return [chat.text(tuple(token_ids)) for token_ids in sequences]
+
+        async with contextlib.aclosing(
+            chat_chunks_of(request, self.generate_stream(generate_request), decode)
+        ) as chunks:
             async for chunk in chunks:
-                yield writer.write(chunk)
+                yield chunk
 
     def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
         """Render a chat request into a request with token ids."""

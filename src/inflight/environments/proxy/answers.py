@@ -138,14 +138,15 @@ class Answers:
     async def stream(self, request: Request) -> AsyncGenerator[AnswerPiece | Answer, None]:
         """Yield an answer in pieces as it is sampled; the complete, recorded answer comes last."""
         asked = await self._prepare(request)
-        text = StreamedText(self.episode.template.plain, asked.sampling.stop)
+        text = StreamedText(asked.sampling.stop)
         sent = thought = ""
         num_prompt_tokens = len(asked.token_ids)
         sampling = self.episode.sample_stream(asked.token_ids, self.role, asked.sampling, asked.images)
         async with aclosing(sampling) as stream:
             async for one in stream:
                 if isinstance(one, CompletionChunk):
-                    reasoning, certain = split_reasoning(text.add(one.token_ids), asked.reasoning, is_whole=False)
+                    said = text.add(one.token_ids, self.episode.template.plain)
+                    reasoning, certain = split_reasoning(said, asked.reasoning, is_whole=False)
                     certain = before_calls(certain) if asked.may_call else certain
                     yield AnswerPiece(asked.id, certain[len(sent) :], one, reasoning[len(thought) :], num_prompt_tokens)
                     sent, thought = max(sent, certain, key=len), reasoning
