@@ -177,7 +177,7 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
         If the weights are updated in the meantime, it computes the scores again.
         """
         can, limits = await self.capabilities(), self._attached.limits
-        require(can, Needs.of_score(request), self.name)
+        require(can, Needs.of_score(request), "this endpoint")
         check_scored(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
 
         async def send(asked: Mapping[int, SentRequest]) -> list[Any]:

@@ -11,7 +11,13 @@ from typing import Any
 
 from inflight.base.requirements import require
 from inflight.base.tasks import run_together
-from inflight.contracts import AbortingEndpoint, DraftingEndpoint, ReleasingEndpoint, ScoringEndpoint
+from inflight.contracts import (
+    AbortingEndpoint,
+    DraftingEndpoint,
+    ReleasingEndpoint,
+    ScoringEndpoint,
+    StreamingEndpoint,
+)
 from inflight.engines.requests import SentRequest, Unsampled, check_scored
 from inflight.engines.routes import EngineRoutes, error_text_of
 from inflight.engines.version_labels import parse_label
@@ -63,7 +69,13 @@ _PART_TOKENS = 1 << 15
 
 
 class VllmEndpoint(
-    GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint, ScoringEndpoint
+    GeneratingEndpoint,
+    ReceivingEndpoint,
+    StreamingEndpoint,
+    AbortingEndpoint,
+    ReleasingEndpoint,
+    DraftingEndpoint,
+    ScoringEndpoint,
 ):
     """The vLLM server at ``url``, with inflight's plug-in installed.
 
@@ -159,7 +171,7 @@ class VllmEndpoint(
             logprob_kind="processed",
             num_ranks=int((await self._routes.get("/get_world_size"))["world_size"]),
             max_concurrent_sequences=max_concurrent,
-            streaming=False,
+            streaming=True,
             chat=flags.offers_chat(paths),
             seeds=flags.honours_seeds(settings),
             releases_memory=bool(settings["model_config"].get("enable_sleep_mode")),
@@ -247,7 +259,7 @@ class VllmEndpoint(
         If the weights are updated in the meantime, it computes the sequence again.
         """
         can = await self.capabilities()
-        require(can, Needs.of_score(request), self.name)
+        require(can, Needs.of_score(request), "this endpoint")
         check_scored(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
         deadline = time.monotonic() + self._generate_timeout_s
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.base.tasks import run_together
 from inflight.engines.attached import AttachedEndpoint
-from inflight.engines.requests import SentRequest, Unsampled
+from inflight.engines.requests import SentRequest, Unsampled, protocol_errors
 from inflight.engines.routes import EngineRoutes
+from inflight.engines.streams import TokenStream
+from inflight.engines.version_labels import began_under_another
 from inflight.errors import DeadlineError
 from inflight.wire import GenerateRequest, GenerateResponse
 from inflight_vllm.requests import (
@@ -21,12 +25,17 @@ from inflight_vllm.requests import (
     choices_of,
     is_refused_for_now,
     response_of,
+    tokens_of,
     version_labels_of,
 )
 
 LABEL = "/weight_info"
 _RESUMED_S = 0.05
 """Seconds between checks of whether a server that refuses requests during a pause has resumed."""
+
+
+class _RefusedForNowError(Exception):
+    """vLLM has refused a stream that may be sent again."""
 
 
 class GeneratingEndpoint(AttachedEndpoint):
@@ -47,7 +56,6 @@ class GeneratingEndpoint(AttachedEndpoint):
         """Cancelling the call closes its connection, which ends the request in vLLM."""
         can = await self.capabilities()
         check_request(request, can, speculates=self._speculates)
-        deadline = time.monotonic() + self._generate_timeout_s
 
         async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
             bodies = bodies_of(request, can, asked)
@@ -61,13 +69,83 @@ class GeneratingEndpoint(AttachedEndpoint):
                 )
             ]
 
+        return response_of(request, await self._sample(request, send))
+
+    async def _stream(self, request: GenerateRequest, stream: TokenStream) -> list[Any]:
+        can = await self.capabilities()
+        check_request(request, can, speculates=self._speculates)
+
+        async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
+            indices = iter(asked)
+            calls = []
+            for body in bodies_of(request, can, asked):
+                group = [next(indices) for _ in range(body["sampling_params"]["n"])]
+                calls.append(self._read(request, body, group, asked, stream))
+            return list(itertools.chain(*await run_together(*calls)))
+
+        return await self._sample(request, send)
+
+    async def _read(
+        self,
+        request: GenerateRequest,
+        body: Mapping[str, Any],
+        indices: Sequence[int],
+        asked: Mapping[int, SentRequest],
+        stream: TokenStream,
+    ) -> list[Any]:
+        """Add what vLLM streams, and return the last part of each completion.
+
+        Of completions that other weights began, it is the first part, which was not added: they are sampled again, as
+        are those that vLLM refused because it is paused.
+        """
+        last: dict[int, Any] = {}
+        others: set[int] = set()
+        is_placed = False
+
+        def refusal(status: int, answer: Any) -> Exception:
+            if is_refused_for_now(status, answer) and not any(map(stream.num_tokens, indices)):
+                return _RefusedForNowError()
+            return self._requests.refusal_of(GENERATE, status, answer)
+
+        events = self._requests.events(GENERATE, {**body, "stream": True}, self._generate_timeout_s, refusal)
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    if not is_placed:
+                        check_placed(request, [event])
+                        is_placed = True
+                    with protocol_errors(GENERATE):
+                        for choice in event["choices"]:
+                            index = indices[choice["index"]]
+                            if index in others:
+                                continue
+                            last[index], (token_ids, logprobs) = choice, tokens_of(choice)
+                            labels, label = version_labels_of(choice), asked[index].label
+                            if label and not stream.num_tokens(index) and began_under_another(labels, label):
+                                others.add(index)
+                            else:
+                                stream.add(index, token_ids, logprobs, labels, choice["finish_reason"])
+                    if len(others) == len(indices):
+                        break
+        except _RefusedForNowError:
+            return [Unsampled.PAUSED] * len(indices)
+        with protocol_errors(GENERATE):
+            if any(last[index]["finish_reason"] is None for index in indices if index not in others):
+                raise ValueError("the stream ended before its completions")
+            return [last[index] for index in indices]
+
+    async def _sample(
+        self, request: GenerateRequest, send: Callable[[Mapping[int, SentRequest]], Awaitable[Sequence[Any]]]
+    ) -> list[Any]:
+        deadline = time.monotonic() + self._generate_timeout_s
+
         async def label() -> str:
             return await self._label(self._generate_timeout_s)  # the engine answers once it has loaded its weights
 
         async def resumed() -> None:
             await self._wait_until_resumed(deadline)
 
-        return response_of(request, await self._gate.sample(request, label, send, version_labels_of, resumed))
+        return await self._gate.sample(request, label, send, version_labels_of, resumed)
 
     async def _sampled(self, body: Mapping[str, Any]) -> Any:
         """Return vLLM's answer, or `Unsampled.PAUSED` if vLLM is paused and has refused the request."""

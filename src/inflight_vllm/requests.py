@@ -246,12 +246,17 @@ def response_of(request: GenerateRequest, choices: Sequence[Any]) -> GenerateRes
     return GenerateResponse(request_id=request.request_id, completions=completions)
 
 
-def _completion(choice: Mapping[str, Any], index: int) -> Completion:
-    token_ids = tuple(choice["token_ids"])
+def tokens_of(choice: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the tokens and logprobs of a completion, or of a part of it. Raises `NonFiniteError`."""
     content = (choice["logprobs"] or {}).get("content") or []
     logprobs = tuple(float(token["logprob"]) for token in content)
     if any(logprob <= _FLOOR for logprob in logprobs):
         raise NonFiniteError("sampled logprobs are not finite: the served weights are broken; publish valid weights")
+    return tuple(choice["token_ids"]), logprobs
+
+
+def _completion(choice: Mapping[str, Any], index: int) -> Completion:
+    token_ids, logprobs = tokens_of(choice)
     return Completion(
         index=index,
         token_ids=token_ids,

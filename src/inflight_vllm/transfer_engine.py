@@ -47,13 +47,14 @@ def register() -> None:
     """Register the backend and its methods in this vLLM process. vLLM calls this in each of its processes."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from inflight_vllm import engine_core
+    from inflight_vllm import engine_core, streamed_versions
 
     known = WeightTransferEngineFactory._registry if hasattr(WeightTransferEngineFactory, "_registry") else {}
     if BACKEND not in known:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, InflightTransferEngine.__name__)
     WorkerBase.inflight_status = _status  # collective_rpc can only call methods
     engine_core.register()
+    streamed_versions.register()
     WorkerBase.inflight_record_history = record_history
 
 

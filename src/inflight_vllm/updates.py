@@ -41,7 +41,7 @@ from inflight.wire import (
     WeightUpdate,
 )
 
-PLUGIN_PROTOCOL = 5
+PLUGIN_PROTOCOL = 6
 """Version of the plug-in's protocol, which is compared when a client attaches. It increases when a client of the
 previous version would misread the plug-in."""
 COMMIT = "inflight_commit"

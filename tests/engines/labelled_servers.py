@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
@@ -58,6 +59,8 @@ class LabelledServer:
         self.asked: list[str] = []
         """Paths that were asked for, in order."""
         self.on_label: Callable[[], None] | None = None
+        self.is_streamed = False
+        """Whether clients ask for streams."""
         self.num_sampled = 0
         """Completions that were sampled."""
         self.computed: dict[str, str] = {}
@@ -78,6 +81,10 @@ class LabelledServer:
     def answer(self, path: str, body: Any) -> Any:
         """Return what a route answers; a number is a status, and `Refused` a status with an error."""
 
+    def events(self, answer: Any) -> str:
+        """Return an answer as the server-sent events of a stream, one for each token."""
+        raise NotImplementedError
+
     @abstractmethod
     def connect(self, url: str) -> InferenceEndpoint:
         """Return a client."""
@@ -92,7 +99,11 @@ class LabelledServer:
             found = 401 if self.is_locked else self.answer(request.url.path, body)
             if isinstance(found, Refused):
                 return JSONResponse({"error": {"message": found.message, "type": found.kind}}, found.status)
-            return Response(status_code=found) if isinstance(found, int) else JSONResponse(found)
+            if isinstance(found, int):
+                return Response(status_code=found)
+            if body and body.get("stream"):
+                return Response(self.events(found), media_type="text/event-stream")
+            return JSONResponse(found)
 
         app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
@@ -216,6 +227,20 @@ class LabelledVllm(LabelledServer):
             }
             for index in range(body["sampling_params"].get("n", 1))
         ]
+
+    def events(self, answer: Any) -> str:
+        events = [
+            {
+                **choice,
+                "token_ids": [token_id],
+                "finish_reason": choice["finish_reason"] if end == len(choice["token_ids"]) else None,
+                "logprobs": {"content": choice["logprobs"]["content"][end - 1 : end]},
+                "weight_versions": [span | {"end": end} for span in choice["weight_versions"]],
+            }
+            for choice in answer["choices"]
+            for end, token_id in enumerate(choice["token_ids"], 1)
+        ]
+        return "".join(f"data: {json.dumps({'choices': [event]})}\n\n" for event in events) + "data: [DONE]\n\n"
 
     def connect(self, url: str) -> InferenceEndpoint:
         return VllmEndpoint(url)

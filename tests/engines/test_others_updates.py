@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from inflight.conformance.endpoint.forms import assembled
 from inflight.contracts import InferenceEndpoint
 from inflight.engines.detached_calls import AttachOnce
 from inflight.engines.timings import LastUpdate
@@ -41,9 +42,12 @@ from tests.gates import until
 _serial = itertools.count()
 
 
-@pytest.fixture(params=SERVERS)
+@pytest.fixture(params=[*SERVERS, "vllm streamed"])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> LabelledServer:
-    return SERVERS[request.param](served_model(tmp_path))
+    name, _, streamed = request.param.partition(" ")
+    server = SERVERS[name](served_model(tmp_path))
+    server.is_streamed = bool(streamed)
+    return server
 
 
 def served_model(directory: Path) -> Path:
@@ -57,16 +61,20 @@ def run(server: LabelledServer, call: Callable[[InferenceEndpoint], Awaitable[No
 
     async def main() -> None:
         async with server.served() as url, contextlib.aclosing(server.connect(url)) as client:
+            client.is_streamed = server.is_streamed
             await call(client)
 
     asyncio.run(main())
 
 
-async def sample(client: InferenceEndpoint, n: int = 1) -> tuple[Completion, ...]:
+async def sample(client: Any, n: int = 1) -> tuple[Completion, ...]:
     request = GenerateRequest(
         request_id=f"request-{next(_serial)}", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=2, n=n)
     )
-    return (await client.generate(request)).completions
+    if not client.is_streamed:
+        return (await client.generate(request)).completions
+    chunks = [chunk async for chunk in client.generate_stream(request.model_copy(update={"stream": True}))]
+    return tuple(assembled(index, [chunk for chunk in chunks if chunk.index == index]) for index in range(n))
 
 
 def require_fresh(completions: tuple[Completion, ...], version: int) -> None:

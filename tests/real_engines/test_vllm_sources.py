@@ -45,7 +45,13 @@ def test_a_refused_release_lacks_what_it_is_refused_for_and_little_else() -> Non
     assert "which version sampled each token" in reason and "the group cannot be left" in reason
     names = {f"{assumption.kind}: {assumption.name}" for assumption, _ in lacking(Sources(unpacked(REFUSED)))}
     assert names == {
-        *(f"answer field: /inference/v1/generate: choices.weight_versions.{it}" for it in ("version", "start", "end")),
+        *(
+            f"answer field: /inference/v1/generate{how}: choices.weight_versions.{it}"
+            for how in ("", ", streamed")
+            for it in ("version", "start", "end")
+        ),
+        "attribute: vllm.v1.engine.output_processor.RequestState._weight_version_spans",
+        "call: vllm.v1.engine.output_processor.RequestState._weight_version_spans()",
         "route: POST /shutdown_weight_transfer_engine",
         "request field: POST /v1/chat/completions/render: mm_payload",
         "request value: POST /sleep: mode=keep",

@@ -19,6 +19,7 @@ OWNERS = {
     "inflight/dialects/pipelinerl/channel.py": "the group is aborted between a failure and the end of the sender",
     "inflight/dialects/running_requests.py": "the registry owns the call of each request, which another route may end",
     "inflight/engines/detached_calls.py": "`AttachOnce` owns what all its callers wait for",
+    "inflight/engines/streams.py": "a stream owns what samples it",
     "inflight/environments/play_loop.py": "one loop per thread of episodes; the loop's owner ends them",
     "inflight/environments/proxy/app.py": "a streamed answer owns what samples it",
     "inflight/http/listening.py": "a server in this loop owns what serves",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING
 
 from inflight.base.requirements import require
@@ -12,15 +12,19 @@ from inflight.base.tasks import TaskOwner
 from inflight.engines.detached_calls import AttachOnce
 from inflight.engines.requests import RequestGate
 from inflight.engines.routes import EngineRoutes
+from inflight.engines.streams import TokenStream
 from inflight.engines.timings import LastUpdate
 from inflight.engines.version_labels import ServedVersion, parse_label
 from inflight.errors import InflightError, UnsupportedError
 from inflight.http.chat import chat_completion_of, check_chat, generate_request_of
+from inflight.http.streamed_text import chat_chunks_of
 from inflight.wire import (
     AbortRequests,
     Capabilities,
     ChatCompletion,
+    ChatCompletionChunk,
     ChatCompletionRequest,
+    CompletionChunk,
     GenerateRequest,
     GenerateResponse,
     Needs,
@@ -144,6 +148,25 @@ class AttachedEndpoint(ABC):
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> GenerateResponse: ...
 
+    def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        """Closing the iterator ends the request. Raises `UnsupportedError` if streaming is not supported."""
+        stream = TokenStream(request, lambda: self._updates.session.version)
+
+        async def sample() -> None:
+            require(await self.capabilities(), Needs(streaming=True), "this endpoint")
+            for index, item in enumerate(await self._stream(request, stream)):
+                if item is None:  # aborted before any token
+                    stream.add(index, (), (), (), "abort")
+
+        return stream.read(sample())
+
+    async def _stream(self, request: GenerateRequest, stream: TokenStream) -> Sequence[object]:
+        """Add what the server samples to ``stream``; only where streaming is supported.
+
+        Return what `RequestGate.sample` returns.
+        """
+        raise NotImplementedError
+
     async def abort_requests(self, requests: AbortRequests) -> None:
         """End requests of this instance only, because ids are unique only among one caller's requests."""
         require(await self.capabilities(), Needs(partial_rollouts=True), self.name)
@@ -174,6 +197,19 @@ class AttachedEndpoint(ABC):
         texts = await self._decode(sampled, True)
         pieces = [await self._decode([[token_id] for token_id in ids], False) for ids in sampled if request.logprobs]
         return chat_completion_of(request, generate_request, response, texts, pieces)
+
+    async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
+        can = await self.capabilities()
+        check_chat(request, can)
+        generate_request = generate_request_of(request, *await self._render(request))
+
+        async def decode(token_ids: Sequence[Sequence[int]]) -> Sequence[str]:
+            return await self._decode(token_ids, True)
+
+        chunks = chat_chunks_of(request, self.generate_stream(generate_request), decode)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
 
     async def aclose(self) -> None:
         """Close the endpoint. First end any open update, so that the server does not stay paused."""

@@ -34,6 +34,8 @@ class SentRequest:
     """The engine's name for the request: unique, and not a prefix of another name."""
     cache_key: str
     """Completions with different keys do not share cached prefixes."""
+    label: str | None = None
+    """The label of the weights, if the key is shared: a completion that another label begins is sampled again."""
 
 
 class Unsampled(Enum):
@@ -138,8 +140,8 @@ class RequestGate:
             current = await self._wait_at_gate(label, running)
             if current is None:
                 return items
-            indices = range(request.sampling.n)
-            found = await _sent(send, running, _sent_requests(request.request_id, dict.fromkeys(indices, current)))
+            keys = dict.fromkeys(range(request.sampling.n), current)
+            found = await _sent(send, running, _sent_requests(request.request_id, keys, current))
             again: dict[int, str] = {}
             for index, item in enumerate(found):
                 with protocol_errors("the engine"):
@@ -246,10 +248,10 @@ def unsampled_completion(index: int) -> Completion:
     return Completion(index=index, token_ids=(), logprobs=(), version_spans=(), finish_reason="abort")
 
 
-def _sent_requests(request_id: str, cache_keys: Mapping[int, str]) -> dict[int, SentRequest]:
+def _sent_requests(request_id: str, cache_keys: Mapping[int, str], label: str | None = None) -> dict[int, SentRequest]:
     """Return the engine's requests for the completions with these indices."""
     name = f"{len(request_id)}:{request_id}/{uuid.uuid4().hex[:12]}/"
-    return {index: SentRequest(f"{name}{index}.", key) for index, key in cache_keys.items()}
+    return {index: SentRequest(f"{name}{index}.", key, label) for index, key in cache_keys.items()}
 
 
 async def _sent(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Mapping, Sequence
+import json
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from inflight.base.tasks import run_in_background
@@ -12,6 +13,7 @@ from inflight.errors import (
     ConfigError,
     DeadlineError,
     EndpointError,
+    InflightError,
     InvalidRequestError,
     ProtocolError,
     UnauthorizedError,
@@ -70,11 +72,39 @@ class EngineRoutes:
 
     def answer_of(self, path: str, status: int, answer: Any) -> Any:
         """Return the response to a user's POST if its status is 200. Raises the same errors as `request`."""
-        if status == 400:
-            raise InvalidRequestError(f"the engine refused the request: {error_text_of(answer)}")
         if status != 200:
-            raise ProtocolError(f"POST {path} answered status {status}: {error_text_of(answer)}", self.url)
+            raise self.refusal_of(path, status, answer)
         return answer
+
+    def refusal_of(self, path: str, status: int, answer: Any) -> InflightError:
+        """Return the error for a user's POST that the server refused."""
+        if status == 400:
+            return InvalidRequestError(f"the engine refused the request: {error_text_of(answer)}")
+        if status in (401, 403):
+            return self._unauthorized(f"POST {path}", status, answer)
+        return ProtocolError(f"POST {path} answered status {status}: {error_text_of(answer)}", self.url)
+
+    async def events(
+        self, path: str, body: Any, timeout_s: float, on_refusal: Callable[[int, Any], Exception]
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the decoded server-sent events of the answer to a user's POST.
+
+        A status other than 200, or an event with an error, raises what ``on_refusal`` returns for it.
+        """
+        events = self._http.events(
+            "POST",
+            path,
+            content=json.dumps(body),
+            headers={"content-type": "application/json", **self._headers},
+            timeout_s=timeout_s,
+            on_refusal=lambda status, answer: on_refusal(status, _decoded(answer)),
+        )
+        async with contextlib.aclosing(events):
+            async for data in events:
+                event = _decoded(data)
+                if isinstance(error := event.get("error") if isinstance(event, dict) else None, dict):
+                    raise on_refusal(int(error.get("code") or 500), event)
+                yield event
 
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> tuple[int, Any]:
         """Return the status and the response, regardless of the status.
@@ -87,12 +117,12 @@ class EngineRoutes:
             call = self._while_alive(call, f"{method} {path}", self._liveness_path)
         status, answer = await call
         if status in (401, 403):
-            raise UnauthorizedError(
-                f"{method} {path} was refused with status {status}: {error_text_of(answer)}. "
-                "Pass the key of the server's --api-key",
-                self.url,
-            )
+            raise self._unauthorized(f"{method} {path}", status, answer)
         return status, answer
+
+    def _unauthorized(self, what: str, status: int, answer: Any) -> UnauthorizedError:
+        text = f"{what} was refused with status {status}: {error_text_of(answer)}. "
+        return UnauthorizedError(f"{text}Pass the key of the server's --api-key", self.url)
 
     async def fetch_paths(self) -> Mapping[str, Any]:
         """Return the server's routes by path. Raises `ConfigError` if it is an inflight server."""
@@ -125,6 +155,14 @@ class EngineRoutes:
 
         async with run_in_background(watch()):
             return await call
+
+
+def _decoded(content: bytes | bytearray) -> Any:
+    """Return the JSON value of a text, or the text if it is not JSON."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return content.decode(errors="replace")
 
 
 def error_text_of(answer: Any) -> str:

@@ -101,7 +101,7 @@ def create_app(
 
     async def score(request: Request) -> Response:
         if not isinstance(endpoint, ScoringEndpoint):
-            raise UnsupportedError(f"{endpoint.name} does not support scoring")
+            raise UnsupportedError("this server does not support scoring")
         body = await body_of(request, routes.SCORE, ScoreRequest)
         return _json(await run_while_connected(request, endpoint.score(body)))
 
@@ -192,7 +192,7 @@ async def _message(request: Request, kind: type[Body], content: bytes) -> Body:
 
 def _require_streaming(endpoint: InferenceEndpoint) -> StreamingEndpoint:
     if not isinstance(endpoint, StreamingEndpoint):
-        raise UnsupportedError(f"{endpoint.name} does not support streaming")
+        raise UnsupportedError("this server does not support streaming")
     return endpoint
 
 

@@ -27,6 +27,14 @@ READ: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             "metrics.speculative_decoding.num_accepted_draft_tokens",
         ),
     ),
+    f"{requests.GENERATE}, streamed": (
+        (f"{_PROTOCOL}.GenerateTokensStreamResponse", f"{_PROTOCOL}.GenerateStreamResponse"),  # the second until 0.31
+        (
+            *("choices.index", "choices.token_ids", "choices.finish_reason", "choices.logprobs.content.logprob"),
+            *("choices.weight_versions.version", "choices.weight_versions.start", "choices.weight_versions.end"),
+            *("prompt_token_ids", "mm_placeholders.offset", "mm_placeholders.length"),
+        ),
+    ),
     "/v1/models": (
         ("vllm.entrypoints.serve.engine.protocol.ModelList",),
         ("data.id", "data.root", "data.max_model_len"),
@@ -160,7 +168,8 @@ def _generated_bodies() -> list[dict[str, Any]]:
     )
     asked = {0: SentRequest("name", cache_key="key")}
     scored = ScoreRequest(request_id="a", token_ids=(1, 2, 3), top_k=1)
-    return [*requests.bodies_of(request, can, asked), requests.scoring_body_of(scored, can, asked[0])]
+    bodies = [body | {"stream": True} for body in requests.bodies_of(request, can, asked)]
+    return [*bodies, requests.scoring_body_of(scored, can, asked[0])]
 
 
 def _read() -> Iterator[Assumption]:

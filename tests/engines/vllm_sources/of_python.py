@@ -27,7 +27,7 @@ ENGINE_CALLS = frozenset(
     {"init_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update", "shutdown"}
 )
 """Methods of the adapter's weight transfer engine that vLLM's worker calls."""
-LOADED_IN = ("vllm.v1.engine.core", "vllm.v1.worker.worker_base")
+LOADED_IN = ("vllm.engine.arg_utils", "vllm.v1.engine.core", "vllm.v1.worker.worker_base")
 """Modules of processes in which the adapter's plug-in has to be loaded."""
 MEMBERS = (
     "vllm.model_executor.layers.linear.LinearBase.quant_method",
