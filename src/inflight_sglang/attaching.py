@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from inflight.model.checkpoint_specs import checkpoint_of, config_of
 from inflight.wire import MAX_ALTERNATIVES, Capabilities, InFlightPolicy, Manifest, TensorSpec
 from inflight_sglang import flags
 from inflight_sglang.flags import Problem, Updates
-from inflight_sglang.requests import RequestLimits
+from inflight_sglang.requests import RequestLimits, version_labels_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
     if isinstance(dtype, Problem):
         raise _refusal(routes, info, dtype)
     vocab_size, specs = checkpoint_of(routes.url, directory, dtype)
-    if problem := await _logprob_problem(routes):
+    problem, streams = await _probed(routes, info)
+    if problem:
         raise _refusal(routes, info, problem)
     why_not = flags.why_not_staged(routes.url, info, config)
     if specs is None and why_not is None:  # wrong shapes crash SGLang: it recovers by reading the same files again
@@ -80,7 +82,7 @@ async def attach(routes: EngineRoutes, model_dir: Path | None, updates: Updates 
             logprob_kind="processed",
             num_ranks=int(info["tp_size"]),
             max_concurrent_sequences=int(info["internal_states"][0]["effective_max_running_requests_per_dp"]),
-            streaming=False,
+            streaming=streams,
             chat=flags.offers_chat(paths, info),
             seeds=limits.has_seeds,
             releases_memory=bool(info.get("enable_memory_saver") and info.get("enable_weights_cpu_backup")),
@@ -104,9 +106,20 @@ def _refusal(routes: EngineRoutes, info: Mapping[str, Any], problem: Problem) ->
     )
 
 
-async def _logprob_problem(routes: EngineRoutes) -> Problem | None:
-    """Return a problem if logprobs are not those of the scaled logits. A paused server is not tested."""
+async def _probed(routes: EngineRoutes, info: Mapping[str, Any]) -> tuple[Problem | None, bool]:
+    """Return a problem if logprobs are not those of the scaled logits, and whether streams carry version labels.
+
+    A paused server is not asked, and counts as one whose streams do not.
+    """
     status, _ = await routes.ask("GET", "/ready")
     if status != 200:
-        return None
-    return flags.ignores_temperature(await routes.post("/generate", flags.probe_of_logprobs(0)))
+        return None, False
+    problem = flags.ignores_temperature(await routes.post("/generate", flags.probe_of_logprobs(0)))
+    return problem, bool(info.get("incremental_streaming_output")) and await _labels_streams(routes)
+
+
+async def _labels_streams(routes: EngineRoutes) -> bool:
+    events = routes.events("/generate", flags.probe_of_streams(0))
+    async with contextlib.aclosing(events):
+        first = await anext(events)
+    return first["meta_info"]["finish_reason"] is None and version_labels_of(first) is not None

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.base.requirements import require
-from inflight.contracts import AbortingEndpoint, ReleasingEndpoint, ScoringEndpoint
+from inflight.base.tasks import run_together
+from inflight.contracts import AbortingEndpoint, ReleasingEndpoint, ScoringEndpoint, StreamingEndpoint
 from inflight.engines.attached import AttachedEndpoint
-from inflight.engines.requests import SentRequest, check_scored
+from inflight.engines.requests import SentRequest, check_scored, protocol_errors
 from inflight.engines.routes import EngineRoutes, error_text_of
-from inflight.engines.version_labels import ServedVersion, parse_label
+from inflight.engines.streams import TokenStream
+from inflight.engines.version_labels import ServedVersion, began_under_another, parse_label
 from inflight.errors import InvalidRequestError, TransferError, UpdateRefusedError
 from inflight.weights.receive.adapter import BucketSink
 from inflight.weights.receive.receiver import ReceivingEndpoint, UpdateReceiver
@@ -44,6 +47,7 @@ from inflight_sglang.requests import (
     response_of,
     scores_of,
     scoring_body_of,
+    tokens_of,
     version_labels_of,
 )
 from inflight_sglang.updates import SglangUpdates
@@ -54,8 +58,10 @@ if TYPE_CHECKING:
 _CLOSE_S = 5.0
 
 
-class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, ReleasingEndpoint, ScoringEndpoint):
-    """The SGLang server at ``url``; nothing needs to be installed there.
+class SglangEndpoint(
+    AttachedEndpoint, ReceivingEndpoint, StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, ScoringEndpoint
+):
+    """The SGLang server at ``url``; nothing needs to be installed there. It can stream if `inflight serve` started it.
 
     The first call asks the server how it was started. If it was started incorrectly, that call raises a `ConfigError`
     that contains the correct command. ``api_key`` is the server's own. ``model_dir`` is the path at which this process
@@ -170,6 +176,39 @@ class SglangEndpoint(AttachedEndpoint, ReceivingEndpoint, AbortingEndpoint, Rele
             return items_of(answer, len(asked))
 
         return response_of(request, await self._gate.sample(request, self._label, send, version_labels_of), limits)
+
+    async def _stream(self, request: GenerateRequest, stream: TokenStream) -> Sequence[object]:
+        limits = self._attached.limits
+        check_request(request, limits)
+        require(await self.capabilities(), Needs.of_request(request), "this endpoint")
+
+        async def send(asked: Mapping[int, SentRequest]) -> list[Any]:
+            return await run_together(*(self._read(request, index, one, stream) for index, one in asked.items()))
+
+        return await self._gate.sample(request, self._label, send, version_labels_of)
+
+    async def _read(self, request: GenerateRequest, index: int, asked: SentRequest, stream: TokenStream) -> Any:
+        """Add what SGLang streams, and return its last part, or the first if other weights began the completion."""
+        limits = self._attached.limits
+        body = body_of(request, limits, {index: asked}) | {"stream": True}
+        events = self._routes.events("/generate", body, self._generate_timeout_s)
+        item, reason = None, None
+        async with contextlib.aclosing(events):
+            async for item in events:
+                with protocol_errors("/generate"):
+                    ended, labels = item["meta_info"]["finish_reason"], version_labels_of(item)
+                    if asked.label and not stream.num_tokens(index) and began_under_another(labels, asked.label):
+                        return item
+                    if status := (ended or {}).get("status_code"):
+                        raise self._routes.refusal_of("/generate", int(status), ended)
+                    token_ids, logprobs, reason = tokens_of(item, request.sampling, limits)
+                    stream.add(index, token_ids, logprobs, labels, reason)
+                if reason is not None and not ended:  # a stop token that SGLang ignores
+                    return item
+        with protocol_errors("/generate"):
+            if reason is None:
+                raise ValueError("the stream ended before its completion")
+        return item
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
         """SGLang uses cached prefixes before ``start``.

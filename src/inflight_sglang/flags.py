@@ -14,6 +14,8 @@ from inflight.engines.routes import listed
 MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
 """Arguments without which inflight refuses to attach."""
+STREAM_ARGUMENT = "--incremental-streaming-output"
+"""Without this argument, each event of a stream repeats all tokens so far."""
 RELEASE_ARGUMENTS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 """The arguments without which a server cannot release its memory, or would lose its weights when it does. They require
 ``torch_memory_saver``."""
@@ -209,6 +211,12 @@ def probe_of_logprobs(token_id: int) -> dict[str, Any]:
         "return_logprob": True,
         "top_logprobs_num": 2,
     }
+
+
+def probe_of_streams(token_id: int) -> dict[str, Any]:
+    """Return a body of ``POST /generate`` for a stream whose first event shows whether it carries version labels."""
+    params = {"max_new_tokens": 2, "ignore_eos": True, "temperature": 0.0}
+    return {"input_ids": [token_id], "sampling_params": params, "stream": True}
 
 
 def ignores_temperature(answer: Any) -> Problem | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import get_args
 
 from inflight.contracts import DraftProvider, EngineKind, EngineOptions, GpuUse, InferenceEndpoint
@@ -69,11 +71,14 @@ class SglangKind(EngineKind):
             words += _CPU_ARGUMENTS
         # Makes /v1/loads report what is running now, not what was running up to fifteen steps ago.
         words += ["--load-snapshot-publish-interval", "1"]
+        words.append(flags.STREAM_ARGUMENT)
         return [*words, *flags.NEEDED_ARGUMENTS, *options.arguments]
 
     def environment(self, options: EngineOptions) -> Mapping[str, str]:
         # How long SGLang takes to notice that a request's caller has disconnected; the default is 4 s.
         words = {"SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1"}
+        paths = (str(Path(__file__).with_name("plugin")), os.environ.get("PYTHONPATH"))
+        words["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return words if options.threads is None else {**words, "OMP_NUM_THREADS": str(options.threads)}
 
     def drafts_problem(self, provider: DraftProvider) -> str | None:

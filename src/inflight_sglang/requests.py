@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from inflight.engines.requests import SentRequest, check_fit, protocol_errors, unsampled_completion
 from inflight.engines.version_labels import spans_of
@@ -19,6 +19,7 @@ from inflight.errors import InvalidRequestError, NonFiniteError, ProtocolError, 
 from inflight.wire import (
     DTYPE_SIZES,
     Completion,
+    FinishReason,
     GenerateRequest,
     GenerateResponse,
     SamplingParams,
@@ -217,10 +218,24 @@ def response_of(request: GenerateRequest, items: Sequence[Any], limits: RequestL
 
 
 def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, limits: RequestLimits) -> Completion:
+    token_ids, logprobs, reason = tokens_of(item, sampling, limits)
+    return Completion(
+        index=index,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        version_spans=spans_of(version_labels_of(item), len(token_ids)),
+        finish_reason=cast(FinishReason, reason),
+    )
+
+
+def tokens_of(
+    item: Mapping[str, Any], sampling: SamplingParams, limits: RequestLimits
+) -> tuple[tuple[int, ...], tuple[float, ...], FinishReason | None]:
+    """Return the tokens and logprobs of a completion or a part of it, and why it ends with them, if it does."""
     meta = item["meta_info"]
     token_ids: Sequence[int] = item["output_ids"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in _REASONS:
+    reason = (meta["finish_reason"] or {"type": None})["type"]
+    if reason not in (None, *_REASONS):
         raise ValueError(f"unknown finish reason {reason!r}")
     if is_filtered(sampling, limits):
         logprobs = meta.get("output_token_sampling_logprobs", [])
@@ -236,16 +251,10 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
         num_tokens = max(0, min(num_tokens, len(logprobs)) - 1)
     if sampling.ignore_eos and sampling.stop_token_ids:
         num_tokens, reason = _up_to_stop(token_ids[:num_tokens], sampling, reason)
-    return Completion(
-        index=index,
-        token_ids=tuple(token_ids[:num_tokens]),
-        logprobs=tuple(logprobs[:num_tokens]),
-        version_spans=spans_of(meta.get("weight_versions"), num_tokens),
-        finish_reason=cast(Literal["stop", "length", "abort"], reason),
-    )
+    return tuple(token_ids[:num_tokens]), tuple(logprobs[:num_tokens]), cast(FinishReason | None, reason)
 
 
-def _up_to_stop(token_ids: Sequence[int], sampling: SamplingParams, reason: str) -> tuple[int, str]:
+def _up_to_stop(token_ids: Sequence[int], sampling: SamplingParams, reason: str | None) -> tuple[int, str | None]:
     """Return where a completion ends, and why.
 
     If a request ignores the end of sequence, SGLang ignores its stop tokens too.

@@ -102,12 +102,12 @@ class GeneratingEndpoint(AttachedEndpoint):
         others: set[int] = set()
         is_placed = False
 
-        def refusal(status: int, answer: Any) -> Exception:
+        def refusal_of(path: str, status: int, answer: Any) -> Exception:
             if is_refused_for_now(status, answer) and not any(map(stream.num_tokens, indices)):
                 return _RefusedForNowError()
-            return self._requests.refusal_of(GENERATE, status, answer)
+            return self._requests.refusal_of(path, status, answer)
 
-        events = self._requests.events(GENERATE, {**body, "stream": True}, self._generate_timeout_s, refusal)
+        events = self._requests.events(GENERATE, {**body, "stream": True}, self._generate_timeout_s, refusal_of)
         try:
             async with contextlib.aclosing(events):
                 async for event in events:

@@ -46,6 +46,11 @@ class Refused:
     message: str
 
 
+def event_stream(events: list[Any]) -> str:
+    """Server-sent events, and their end."""
+    return "".join(f"data: {text}\n\n" for text in [*map(json.dumps, events), "[DONE]"])
+
+
 class LabelledServer:
     """What both have in common. ``on_label`` is called whenever a client has asked for the label."""
 
@@ -122,11 +127,16 @@ class LabelledSglang(LabelledServer):
     """As SGLang answers."""
 
     def answer(self, path: str, body: Any) -> Any:
+        if path == "/generate" and body.get("stream") and "extra_key" not in body:
+            return [self._item(FRESH, body["sampling_params"])]
+        if path == "/generate" and "top_logprobs_num" in body:  # the probe of logprobs
+            tops = ([[0.0, 1], [-1.0, 2]], [[0.0, 1], [-0.01, 2]])
+            return [{"meta_info": {"output_top_logprobs": [top]}} for top in tops]
         if path == "/generate" and isinstance(body["sampling_params"], dict):
             return {}  # for the first token of an update
         if path == "/generate":
             asked = zip(body["extra_key"], body["sampling_params"], strict=True)
-            return [self._item(key, params) for key, params in asked]
+            return [self._item(self.sampled(key), params) for key, params in asked]
         settings = {"disable_overlap_schedule": True, "dp_size": 1, "pp_size": 1, "tokenizer_worker_num": 1}
         settings |= {"weight_cache_mode": "off", "disaggregation_mode": "null", "enable_watermark": False}
         settings |= {"max_req_input_len": 100, "sampling_mask_max_tokens": 1000, "tp_size": 1, "device": "cpu"}
@@ -139,8 +149,9 @@ class LabelledSglang(LabelledServer):
                 "served_model_name": "tiny",
                 "version": "0",
                 "enable_deterministic_inference": False,
+                "incremental_streaming_output": self.is_streamed,
             },
-            "/ready": 503,  # the probe of logprobs is left out
+            "/ready": {} if self.is_streamed and not self.is_paused else 503,  # which leaves the probes out
             "/v1/tokenize": {"tokens": self.rendered},
             "/v1/detokenize": {"text": [decoded(tokens) for tokens in (body or {}).get("tokens", [])]},
             "/v1/loads": {"loads": [{"num_running_reqs": 0}]},
@@ -149,14 +160,29 @@ class LabelledSglang(LabelledServer):
             return {}
         return {"weight_version": self.told_label()} if path == "/model_info" else answers.get(path, {})
 
-    def _item(self, key: str, params: dict[str, Any]) -> dict[str, Any]:
-        logprob, num = self.sampled(key), params["max_new_tokens"]
+    def _item(self, logprob: float, params: dict[str, Any]) -> dict[str, Any]:
+        num = params["max_new_tokens"]
         meta = {
             "finish_reason": {"type": "length"},
             "output_token_logprobs": [[logprob, 1, None]] * num,
             "weight_versions": [{"version": self.label, "start": 0, "end": num}],
         }
         return {"output_ids": [1] * num, "meta_info": meta}
+
+    def events(self, answer: Any) -> str:
+        events = [
+            {
+                "output_ids": [token_id],
+                "meta_info": {
+                    "finish_reason": item["meta_info"]["finish_reason"] if end == len(item["output_ids"]) else None,
+                    "output_token_logprobs": item["meta_info"]["output_token_logprobs"][end - 1 : end],
+                    "weight_versions": [span | {"end": end} for span in item["meta_info"]["weight_versions"]],
+                },
+            }
+            for item in answer
+            for end, token_id in enumerate(item["output_ids"], 1)
+        ]
+        return event_stream(events)
 
     def connect(self, url: str) -> InferenceEndpoint:
         return SglangEndpoint(url)
@@ -229,7 +255,7 @@ class LabelledVllm(LabelledServer):
         ]
 
     def events(self, answer: Any) -> str:
-        events = [
+        choices = [
             {
                 **choice,
                 "token_ids": [token_id],
@@ -240,7 +266,7 @@ class LabelledVllm(LabelledServer):
             for choice in answer["choices"]
             for end, token_id in enumerate(choice["token_ids"], 1)
         ]
-        return "".join(f"data: {json.dumps({'choices': [event]})}\n\n" for event in events) + "data: [DONE]\n\n"
+        return event_stream([{"choices": [choice]} for choice in choices])
 
     def connect(self, url: str) -> InferenceEndpoint:
         return VllmEndpoint(url)

@@ -42,7 +42,7 @@ from tests.gates import until
 _serial = itertools.count()
 
 
-@pytest.fixture(params=[*SERVERS, "vllm streamed"])
+@pytest.fixture(params=[*SERVERS, *(f"{name} streamed" for name in SERVERS)])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> LabelledServer:
     name, _, streamed = request.param.partition(" ")
     server = SERVERS[name](served_model(tmp_path))

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from inflight.contracts import StreamingEndpoint
+from inflight.contracts import InferenceEndpoint, StreamingEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.wire import AbortRequests, ChatCompletionRequest, ChatMessage, CompletionChunk, GenerateRequest
 from tests.real_engines.servers import RealEngine, is_uniform, muted, publish, request
 
 VOCAB_SIZE = 258
-NUM_COMPLETIONS = 3
+NUM_COMPLETIONS, NUM_TOKENS = 3, 1000
 _LIMIT_S = 60.0
 
 
@@ -48,21 +48,27 @@ class Reader:
 
 
 def test_each_chunk_names_the_version_that_sampled_it_while_updates_commit(engine: RealEngine) -> None:
-    """Under the oracle every logprob is -ln V, so a token shows which of the two weights sampled it."""
+    """Under the oracle every logprob is -ln V, so a token shows which of the two weights sampled it.
+
+    The updates are not staged: nothing is sampled from the beginning of an update to its end.
+    """
 
     async def main() -> list[CompletionChunk]:
-        endpoint = engine.endpoint()
-        assert (await endpoint.capabilities()).streaming
-        reader = Reader(endpoint, request(400, n=NUM_COMPLETIONS, temperature=1.0))
+        async with contextlib.aclosing(engine.endpoint()) as endpoint:
+            assert (await endpoint.capabilities()).streaming
+            return await stream_through_updates(endpoint)
+
+    async def stream_through_updates(endpoint: InferenceEndpoint) -> list[CompletionChunk]:
         with engine.publisher() as publisher:
-            for version in (1, 2, 3):
+            publisher.staged = False
+            reader = Reader(endpoint, request(NUM_TOKENS, n=NUM_COMPLETIONS, temperature=1.0))
+            for version in (101, 102, 103):
                 await reader.grow()
                 tensors = muted(engine.tensors) if version % 2 else engine.tensors
                 await asyncio.to_thread(publish, publisher, tensors, version)
             async with asyncio.timeout(_LIMIT_S):
                 await reader.task
-            await asyncio.to_thread(publish, publisher, engine.tensors, 4)
-        await endpoint.aclose()
+            await asyncio.to_thread(publish, publisher, engine.tensors, 104)
         return reader.chunks
 
     chunks = asyncio.run(main())
@@ -71,13 +77,13 @@ def test_each_chunk_names_the_version_that_sampled_it_while_updates_commit(engin
         assert [chunk.start for chunk in of_one] == [
             sum(len(chunk.token_ids) for chunk in of_one[:i]) for i in range(len(of_one))
         ]
-        assert sum(len(chunk.token_ids) for chunk in of_one) == 400
+        assert sum(len(chunk.token_ids) for chunk in of_one) == NUM_TOKENS
         assert [chunk.finish_reason for chunk in of_one] == [None] * (len(of_one) - 1) + ["length"]
         versions = [chunk.version for chunk in of_one for _ in chunk.token_ids]
         uniform = [is_uniform(logprob, VOCAB_SIZE) for chunk in of_one for logprob in chunk.logprobs]
         changes = [version for version, _ in itertools.groupby(versions)]
-        assert len(changes) == 4 and changes[1:] == [1, 2, 3]  # the first is that of the test before
-        assert uniform == [version in (1, 3) for version in versions]
+        assert len(changes) == 4 and changes[1:] == [101, 102, 103]  # the first is that of the test before
+        assert uniform == [version in (101, 103) for version in versions]
 
 
 def test_a_stream_ends_with_an_abort_even_if_nobody_reads_it(engine: RealEngine) -> None:

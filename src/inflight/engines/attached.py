@@ -160,12 +160,9 @@ class AttachedEndpoint(ABC):
 
         return stream.read(sample())
 
+    @abstractmethod
     async def _stream(self, request: GenerateRequest, stream: TokenStream) -> Sequence[object]:
-        """Add what the server samples to ``stream``; only where streaming is supported.
-
-        Return what `RequestGate.sample` returns.
-        """
-        raise NotImplementedError
+        """Add what the server samples to ``stream``. Return what `RequestGate.sample` returns."""
 
     async def abort_requests(self, requests: AbortRequests) -> None:
         """End requests of this instance only, because ids are unique only among one caller's requests."""

@@ -85,25 +85,30 @@ class EngineRoutes:
         return ProtocolError(f"POST {path} answered status {status}: {error_text_of(answer)}", self.url)
 
     async def events(
-        self, path: str, body: Any, timeout_s: float, on_refusal: Callable[[int, Any], Exception]
+        self,
+        path: str,
+        body: Any,
+        timeout_s: float | None = None,
+        refusal_of: Callable[[str, int, Any], Exception] | None = None,
     ) -> AsyncGenerator[Any, None]:
         """Yield the decoded server-sent events of the answer to a user's POST.
 
-        A status other than 200, or an event with an error, raises what ``on_refusal`` returns for it.
+        A status other than 200, or an event with an error, raises what ``refusal_of`` returns for it.
         """
+        refusal_of = refusal_of or self.refusal_of
         events = self._http.events(
             "POST",
             path,
             content=json.dumps(body),
             headers={"content-type": "application/json", **self._headers},
-            timeout_s=timeout_s,
-            on_refusal=lambda status, answer: on_refusal(status, _decoded(answer)),
+            timeout_s=self._control_timeout_s if timeout_s is None else timeout_s,
+            on_refusal=lambda status, answer: refusal_of(path, status, _decoded(answer)),
         )
         async with contextlib.aclosing(events):
             async for data in events:
                 event = _decoded(data)
                 if isinstance(error := event.get("error") if isinstance(event, dict) else None, dict):
-                    raise on_refusal(int(error.get("code") or 500), event)
+                    raise refusal_of(path, int(error.get("code") or 500), event)
                 yield event
 
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> tuple[int, Any]:
