@@ -406,14 +406,8 @@ class EmbeddedEndpoint(
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         generate_request = await asyncio.to_thread(self.chat_request, request)
-        chat = self._chat_format()
-
-        async def decode(sequences: Iterable[Iterable[int]]) -> list[str]:
-            return [chat.text(tuple(token_ids)) for token_ids in sequences]
-
-        async with contextlib.aclosing(
-            chat_chunks_of(request, self.generate_stream(generate_request), decode)
-        ) as chunks:
+        chunks = chat_chunks_of(request, self.generate_stream(generate_request), self._chat_format().texts)
+        async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
 
