@@ -94,6 +94,7 @@ os._exit(status)
 
 INTERPRETER = "INFLIGHT_TESTS_SERVER_PYTHON"
 """Environment variable: the interpreter of what tests start, where it is not their own."""
+_TEMPORARY = tempfile.gettempdir()  # now: a test may set another one for its own time
 SHARED = "INFLIGHT_TESTS_ZYGOTE"
 """Environment variable: the socket of the zygote that xdist's workers share."""
 ROOT = Path(__file__).parents[1]
@@ -222,7 +223,8 @@ def shared_python(zygote: Path, timeout_s: float = 120.0) -> str:
 def _temporary_until_exit() -> tuple[contextlib.ExitStack, Path]:
     open_until_exit = contextlib.ExitStack()
     atexit.register(open_until_exit.close)
-    return open_until_exit, Path(open_until_exit.enter_context(tempfile.TemporaryDirectory(prefix="inflight-zygote-")))
+    made = tempfile.TemporaryDirectory(prefix="inflight-zygote-", dir=_TEMPORARY)
+    return open_until_exit, Path(open_until_exit.enter_context(made))
 
 
 @dataclass(slots=True, eq=False)
