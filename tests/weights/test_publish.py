@@ -243,6 +243,17 @@ def test_a_run_that_does_not_own_the_group_is_refused(two_servers: Servers, mode
     assert_serves(two_servers[0], 1)
 
 
+def test_a_run_that_returns_after_another_one_takes_the_next_incarnation(two_servers: Servers, model_dir: Path) -> None:
+    server, tensors = two_servers[0], checkpoint(model_dir)
+    run, other = uuid.uuid4().hex, uuid.uuid4().hex
+    incarnations = []
+    for version, run_id in enumerate((run, run, other, run, other, run), start=1):
+        with WeightPublisher.connect([server.url], run_id=run_id, token=TOKEN) as publisher:
+            publish(PlainWorker(tensors, version=version), publisher)
+            incarnations.append(publisher.incarnation)
+    assert incarnations == [1, 2, 1, 3, 2, 4]
+
+
 def test_a_second_update_is_refused_while_one_is_open_and_does_not_disturb_it(
     two_servers: Servers, model_dir: Path, connect: Connect
 ) -> None:

@@ -362,6 +362,9 @@ class WeightVersion(WireModel):
     """Run whose updates are accepted now, or were accepted most recently."""
     incarnation: Natural = 0
     """Highest incarnation of that run that the endpoint has seen."""
+    incarnations: dict[str, Natural] = Field(default_factory=dict)
+    """Highest incarnation of each of the runs that called most recently, so that a run that returns after another one
+    can begin a higher incarnation."""
     kept: UpdateRef | None = None
     """Update whose weights were kept as the base of a delta."""
     updating_to: Natural | None = None

@@ -101,6 +101,7 @@ class UpdateReceiver:
             session_id=session.session_id,
             owner_run_id=session.owner,
             incarnation=session.incarnation,
+            incarnations=session.incarnations,
             kept=self._sink.kept,
             updating_to=None if session.update is None else session.update.version,
             num_running=num_running,

@@ -29,6 +29,7 @@ from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec,
 
 _NUM_REMEMBERED = 256
 """How many ended sessions and how many runs' incarnations are remembered, to recognise late calls."""
+_NUM_REPORTED = 16
 _RELEASED = "the endpoint's memory is released; call restore_memory to reacquire it"
 
 
@@ -150,6 +151,11 @@ class UpdateStateMachine:
     def incarnation(self) -> int:
         """Highest incarnation of the owner that has been seen."""
         return 0 if self._owner is None else self._incarnations.get(self._owner, 0)
+
+    @property
+    def incarnations(self) -> dict[str, int]:
+        """Highest incarnation of each of the runs that called most recently."""
+        return dict(list(self._incarnations.items())[-_NUM_REPORTED:])
 
     @property
     def update(self) -> WeightUpdate | None:
