@@ -228,7 +228,10 @@ async def restart_from_disk(subject: EndpointSubject) -> None:
 
 
 @check("U-13", "updates", deadline_s=90)
-@look_at("what a session leaves behind: staged tensors, timers, groups, half-renewed leases")
+@look_at(
+    "what a session leaves behind: staged tensors, timers, groups, half-renewed leases; if it hung with many updates "
+    "done, how long an update waits for running requests"
+)
 async def soak(subject: EndpointSubject) -> None:
     """Two hundred updates follow each other under load, or as many as fit into half a minute but at least 20, and every
     update changes what is sampled next."""
@@ -247,10 +250,11 @@ async def soak(subject: EndpointSubject) -> None:
         started = time.monotonic()
         answer = await subject.publisher.publish(cycle[i % 4])
         seconds.append(time.monotonic() - started)
+        subject.note(updates=len(seconds))
         require(answer.version == first + i, f"update {i + 1}, to version {first + i}, left version {answer.version}")
         completion = await subject.generate(prompt, max_tokens=1, seed=i)
         expected = chosen(torch.log_softmax(factors[i % 4] * logits_V.double(), -1), completion.token_ids)
         gap = subject.difference(completion.logprobs, expected)
         words = f"after update {i + 1} ({cycle[i % 4].label}) a logprob differs by {gap:.3g}"
         require(gap <= 2 * subject.tolerance, words)
-    subject.note(updates=len(seconds), **{"median seconds": statistics.median(seconds), "slowest": max(seconds)})
+    subject.note(**{"median seconds": statistics.median(seconds), "slowest": max(seconds)})
