@@ -48,7 +48,7 @@ def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> s
         problems.append(f"{len(shapes)} shapes differ: {'; '.join(shapes[:5])}")
     dtypes = [f"{n} is {theirs[n].dtype}, expected {mine[n].dtype}" for n in shared if mine[n].dtype != theirs[n].dtype]
     if dtypes:
-        problems.append(f"{len(dtypes)} dtypes differ: {'; '.join(dtypes[:5])}")
+        problems.append(f"{len(dtypes)} dtypes differ (set the source's wire_dtype): {'; '.join(dtypes[:5])}")
     return ". ".join(problems) or None
 
 
