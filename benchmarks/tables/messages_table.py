@@ -37,7 +37,8 @@ def messages_table() -> str:
 
 
 def _default(field: dict[str, Any]) -> str:
-    value = field.get("default", "")
+    is_map = isinstance(field.get("additionalProperties"), dict)  # its default is made by a factory
+    value = field.get("default", {} if is_map else "")
     named = {None: "none", "": '""'}
     return "{}" if isinstance(value, dict) else "[]" if value == [] else str(named.get(value, value)).lower()
 
@@ -54,4 +55,6 @@ def _type(field: dict[str, Any]) -> str:
         items = field.get("items") or {"type": "any"}
         of = [_type(it) for it in field["prefixItems"]] if "prefixItems" in field else [_type(items), "..."]
         return f"[{', '.join(of)}]"
+    if isinstance(of_each := field.get("additionalProperties"), dict):
+        return f"{{str: {_type(of_each)}, ...}}"
     return {"integer": "int", "number": "float", "string": "str", "boolean": "bool"}.get(field.get("type", ""), "any")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inflight.base.transport_registry import receivable_transports
+from inflight.engines.requests import protocol_errors
 from inflight.engines.routes import EngineRoutes
 from inflight.errors import ConfigError, ProtocolError
 from inflight.model.checkpoint_specs import checkpoint_of, config_of
@@ -16,6 +19,9 @@ from inflight.wire import MAX_ALTERNATIVES, Capabilities, InFlightPolicy, Manife
 from inflight_sglang import flags
 from inflight_sglang.flags import Problem, Updates
 from inflight_sglang.requests import RequestLimits, version_labels_of
+
+_PAUSED_S = 10.0
+"""How long attaching waits for the end of an update that pauses the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +115,13 @@ def _refusal(routes: EngineRoutes, info: Mapping[str, Any], problem: Problem) ->
 async def _probed(routes: EngineRoutes, info: Mapping[str, Any]) -> tuple[Problem | None, bool]:
     """Return a problem if logprobs are not those of the scaled logits, and whether streams carry version labels.
 
-    A paused server is not asked, and counts as one whose streams do not.
+    A server that stays paused is not asked, and counts as one whose streams do not.
     """
-    status, _ = await routes.ask("GET", "/ready")
-    if status != 200:
-        return None, False
+    deadline = time.monotonic() + _PAUSED_S
+    while (await routes.ask("GET", "/ready"))[0] != 200:
+        if time.monotonic() > deadline:
+            return None, False
+        await asyncio.sleep(0.1)
     problem = flags.ignores_temperature(await routes.post("/generate", flags.probe_of_logprobs(0)))
     return problem, bool(info.get("incremental_streaming_output")) and await _labels_streams(routes)
 
@@ -121,5 +129,6 @@ async def _probed(routes: EngineRoutes, info: Mapping[str, Any]) -> tuple[Proble
 async def _labels_streams(routes: EngineRoutes) -> bool:
     events = routes.events("/generate", flags.probe_of_streams(0))
     async with contextlib.aclosing(events):
-        first = await anext(events)
-    return first["meta_info"]["finish_reason"] is None and version_labels_of(first) is not None
+        with protocol_errors("/generate"):
+            first = await anext(events, None)
+            return first is not None and first["meta_info"]["finish_reason"] is None and bool(version_labels_of(first))

@@ -215,7 +215,7 @@ def probe_of_logprobs(token_id: int) -> dict[str, Any]:
 
 def probe_of_streams(token_id: int) -> dict[str, Any]:
     """Return a body of ``POST /generate`` for a stream whose first event shows whether it carries version labels."""
-    params = {"max_new_tokens": 2, "ignore_eos": True, "temperature": 0.0}
+    params = {"max_new_tokens": 64, "ignore_eos": True, "temperature": 0.0}
     return {"input_ids": [token_id], "sampling_params": params, "stream": True}
 
 

@@ -304,6 +304,6 @@ class VllmEndpoint(
 
         async def text(ids: Sequence[int]) -> str:
             tokens = [it for it in ids if not (skip_special_tokens and it in self._special_ids)]
-            return str((await self._routes.post("/detokenize", {"tokens": tokens}))["prompt"]) if tokens else ""
+            return str((await self._requests.post("/detokenize", {"tokens": tokens}))["prompt"]) if tokens else ""
 
         return await run_together(*(text(ids) for ids in token_ids))

@@ -90,7 +90,7 @@ def test_an_entropy_bonus_is_refused_in_a_run(config_file: Path) -> None:
             ["--loss.preset", "dapo", "--loss.policy", '{ gate = { kind = "score" } }'],
             "both preset ('dapo') and policy are set",
         ),
-        (["--task", "word_sorting"], "task: this is a section, set its keys instead: prompt_template, "),
+        (["--task", "word_sorting"], "task: this is a group of keys, not one value; its keys: prompt_template, "),
         (["--loss.policy", '{ gate = { kind = "scroe" } }'], "loss.policy.gate: Input tag 'scroe'"),
         (["--train.trainer_options", '{ device = "cpu" }'], "trainer_options.device is a setting of [train]"),
     ],

@@ -51,7 +51,8 @@ class Drawing(Section):
         ),
         ({"frame": {"side": 10}}, "frame: side 10 is above 9"),
         ({"frame": {"side": float("inf")}}, "frame.side: Input should be a finite number (got inf)"),
-        ({"frame": 3, "token": "secret"}, "frame: this is a section, set its keys instead: kind, side (got 3); "
+        ({"frame": 3, "token": "secret"},
+         "frame: this is a group of keys, not one value; its keys: kind, side (got 3); "
          "token: Input should be a valid integer, unable to parse string as an integer"),
     ],
 )  # fmt: skip

@@ -75,7 +75,10 @@ def _reason(problem: ErrorDetails, kind: type[BaseModel] | None, *, is_first: bo
         return ""
     if problem["type"] == "model_type":
         known = {} if kind is None else _known_keys(kind, [str(part) for part in problem["loc"]])
-        return _cut(f"this is a section, set its keys instead: {', '.join(known)}".removesuffix(": "), _MAX_MESSAGE)
+        return _cut(
+            f"this is a group of keys, not one value; its keys: {', '.join(known)}".removesuffix("; its keys: "),
+            _MAX_MESSAGE,
+        )
     message = problem["msg"].removeprefix("Value error, ")
     message = message.replace("Tuple should", "List should").replace(" after validation", "")
     return _cut(message if is_first else message.removeprefix("Input should be "), _MAX_MESSAGE)

@@ -158,7 +158,7 @@ class AttachedEndpoint(ABC):
                 if item is None:  # aborted before any token
                     stream.add(index, (), (), (), "abort")
 
-        return stream.read(sample())
+        return stream.read(sample)
 
     @abstractmethod
     async def _stream(self, request: GenerateRequest, stream: TokenStream) -> Sequence[object]:

@@ -108,7 +108,8 @@ class EngineRoutes:
             async for data in events:
                 event = _decoded(data)
                 if isinstance(error := event.get("error") if isinstance(event, dict) else None, dict):
-                    raise refusal_of(path, int(error.get("code") or 500), event)
+                    code = error.get("code")
+                    raise refusal_of(path, code if isinstance(code, int) else 500, event)
                 yield event
 
     async def ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> tuple[int, Any]:

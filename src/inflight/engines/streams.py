@@ -54,9 +54,9 @@ class TokenStream:
             )
             self._chunks.put_nowait(chunk)
 
-    async def read(self, sampling: Coroutine[Any, Any, None]) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield the chunks that ``sampling`` adds. Raises its exception, and ends it when the iterator is closed."""
-        task = start(sampling)
+    async def read(self, sample: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[CompletionChunk, None]:
+        """Yield the chunks that ``sample`` adds. Raises its exception, and ends it when the iterator is closed."""
+        task = start(sample())
         task.add_done_callback(lambda _: self._chunks.put_nowait(None))
         try:
             while (chunk := await self._chunks.get()) is not None:

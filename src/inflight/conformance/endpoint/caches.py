@@ -28,8 +28,10 @@ _SHARED_LENGTH = 330
 """Length of the prefix that several clients share: engines cache prefixes in pages of up to 256 tokens."""
 _NUM_RUNNING = 2
 _NUM_TOKENS_OF_A_CLIENT = 300
-_NUM_TRIES, _NUM_AFTER = 3, 96
 """Number of tokens of each request that runs while weights change."""
+_NUM_TRIES = 3
+_NUM_AFTER = 260
+"""Number of tokens after an update that fill a page of most engines."""
 _ENDS_S = 20.0
 
 _UNSEEN = 987
@@ -291,15 +293,17 @@ async def _publish_while_sampling(
 async def _require_fresh_second_turn(subject: EndpointSubject, policy: InFlightPolicy, chain: UpdateChain) -> None:
     """Require that a second turn uses nothing that its first turn computed from older keys and values.
 
-    The first turn runs through an update, and then samples more tokens than a block of a cache holds.
+    The first turn runs through an update, and then samples as many tokens as a page of a cache holds.
     """
+    binding = subject.capabilities.version_binding
     for _ in range(_NUM_TRIES):  # on a busy machine, the update may come too late
         ((request, answer),) = await subject.start_running(1, prompt=subject.prompt(seed=71))
         after = await chain.publish(supported_kinds(subject)[0], policy)
         response = await within(_ENDS_S, answer, f"a request that ran through an update under {policy}")
         (completion,) = response.completions
-        last = completion.version_spans[-1]
-        if subject.capabilities.version_binding != "spans" or 0 < last.start <= last.end - _NUM_AFTER:
+        last, num_tokens = completion.version_spans[-1], len(completion.token_ids)
+        subject.note(**{f"tokens sampled after an update under {policy}": last.end - last.start})
+        if binding != "spans" or 0 < last.start <= num_tokens - min(_NUM_AFTER, num_tokens // 2):
             break
     turn = [*request.prompt_token_ids, *completion.token_ids, *subject.prompt(3)][: subject.context_len - 4]
     await _require_fresh(subject, turn, after, f"a second turn of a request that ran through an update under {policy}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +14,7 @@ import httpx
 
 from inflight.contracts import InferenceEndpoint
 from inflight.dialects.tinker.backend import BaseWeights, StoredWeights, TrainingWeights, Weights
-from inflight.errors import BusyError, UnsupportedError
+from inflight.errors import BusyError, UnsupportedError, transfer_error
 from inflight.run.hosting.training import HostedTraining
 from inflight.run.updates_config import UpdatesSection
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
@@ -30,8 +31,8 @@ class _Sampler:
     endpoint: InferenceEndpoint
     weights: Weights | None = field(default_factory=BaseWeights)
     """The weights that the server serves; None while it switches, and after a failed switch."""
-    base_is: Weights = field(default_factory=BaseWeights)
-    """The last full weights that were sent to the server; a LoRA is added to these."""
+    base_is: Weights | None = field(default_factory=BaseWeights)
+    """The full weights to which the server adds a LoRA; None while others are sent, and after that has failed."""
     last_publisher: object = None
     num_readers: int = 0
     is_switching: bool = False
@@ -202,7 +203,7 @@ class SamplerPool:
         self._version += 1
         version = self._version
         regroup = sampler.last_publisher is not self
-        sampler.last_publisher, sampler.base_is = self, weights
+        sampler.last_publisher, sampler.base_is = self, None
 
         def send() -> None:
             source = CheckpointWeights(path, self._dtype)
@@ -213,17 +214,22 @@ class SamplerPool:
             publish_weights(source, sampler.publisher, version=version)
 
         await asyncio.to_thread(send)
+        sampler.base_is = weights
 
     def _connect(self, url: str) -> WeightPublisher:
         """Return a publisher of stored weights to one server. Ranks publish from hosts of their own."""
         updates = self._updates
-        server = httpx.URL(url)
-        is_set = "address" in updates.model_fields_set
+        server, address = httpx.URL(url), updates.address
+        if "address" not in updates.model_fields_set:
+            try:
+                address = local_address_for(server.host, server.port or 80)
+            except OSError as error:
+                raise transfer_error(error, f"finding a route to {server.host}") from error
         return WeightPublisher.connect(
             [url],
-            run_id="tinker-checkpoints",
+            run_id=f"tinker-checkpoints-{secrets.token_hex(4)}",  # servers are sent to at the same time
             token=self._token,
             transport=updates.transport,
-            address=updates.address if is_set else local_address_for(server.host, server.port or 80),
+            address=address,
             directory=None if updates.directory is None else updates.directory.absolute() / "checkpoints",
         )

@@ -242,7 +242,7 @@ class WeightPublisher:
         self._endpoints = {endpoint: can for endpoint, (can, _) in zip(self._connected, answers, strict=True)}
         if self._incarnation is None:
             seen = [v.incarnation if v.owner_run_id == self.run_id else 0 for _, v in answers]
-            self._incarnation = 1 + max(*seen, *(v.incarnations.get(self.run_id, 0) for _, v in answers), 0)
+            self._incarnation = 1 + max([0, *seen, *(v.incarnations.get(self.run_id, 0) for _, v in answers)])
         if self.ranks is None:  # the other ranks join in the first publish
             await self.group.form(self._endpoints, self.incarnation, self._connect_timeout_s, len(self._endpoints))
 
