@@ -30,7 +30,7 @@ class Backend:
     why_not: str = ""
     """Why it is not certified, or has no adapter."""
     has_run: bool = True
-    """Whether the adapter has run on the real thing, and not on a stand-in only."""
+    """Whether the adapter has run on the real thing, and not only with a stand-in."""
 
 
 BACKENDS = (
@@ -68,8 +68,8 @@ BACKENDS = (
         "Fast-LLM",
         "training",
         entry=("dialects", "fast_llm"),
-        why_not="not on PyPI, and needs flash-attn and Triton; the kit has no checks for a trainer that is not a "
-        "worker of the contract",
+        why_not="not on PyPI, and needs flash-attn and Triton; the kit can check only trainers that implement the "
+        "contract's worker interface",
         has_run=False,
     ),
     Backend("Megatron-Core", "training", "megatron-*.json", ("workers", "megatron")),
@@ -93,7 +93,7 @@ def _state(backend: Backend, is_certified: bool, is_installed: bool) -> str:
     if is_certified:
         return "works, certified"
     if is_installed:
-        return "works, not certified" if backend.has_run else "works on a stand-in, not certified"
+        return "works, not certified" if backend.has_run else "works with a stand-in, not certified"
     return "no adapter yet"
 
 

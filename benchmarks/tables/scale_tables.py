@@ -9,8 +9,8 @@ from benchmarks.tables.kept import kept
 _TOKENS = 4 * 225
 """Of one request."""
 _ROWS = (
-    ("scheduling", "first_us_per_request", "scheduling, of the first 10,000 requests", "µs per request"),
-    ("scheduling", "then_us_per_request", "scheduling and scoring, with 10,000 running", "µs per request"),
+    ("scheduling", "first_us_per_request", "scheduling the first 10,000 requests", "µs per request"),
+    ("scheduling", "then_us_per_request", "scheduling and scoring, with 10,000 requests running", "µs per request"),
     ("http", "us_per_call", "HTTP, with 156 connections to the server", "µs per request"),
     ("wire", "ns_per_token", "reading an answer: JSON, with every token checked", "ns per token"),
     ("batch", "make_ns_per_token", "advantages, masks and lags of a step", "ns per token"),

@@ -453,6 +453,8 @@ def structure_table() -> str:
             lambda row: "not measured" if row["test_seconds"] is None else f"{row['test_seconds']:,.0f}",
         ),
     )
+    if all(rows[state]["test_seconds"] is None for state in ("before", "after")):
+        figures = figures[:-1]
     lines = [f"| | before ({rows['commit']}) | after |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {what} | {of(rows['before'])} | {of(rows['after'])} |" for what, of in figures)])
 

@@ -146,7 +146,7 @@ def _pieces(common: Box, block: StoredBlock, sharding: Sharding) -> Iterator[Box
 
 
 def _without_ones(box: Box, sizes: tuple[int, ...], shape: tuple[int, ...]) -> Box | None:
-    """Return the same box in a tensor of another shape, or None if the shapes differ in more than dimensions of 1."""
+    """Return the same box in a tensor whose shape differs only in dimensions of size 1, or None for other shapes."""
     if [size for size in sizes if size != 1] != [size for size in shape if size != 1]:
         return None
     kept = iter(part for part, size in zip(box, sizes, strict=True) if size != 1)

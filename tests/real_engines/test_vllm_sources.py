@@ -42,7 +42,7 @@ def test_every_assumption_holds_in_the_newest_release() -> None:
 def test_a_refused_release_lacks_what_it_is_refused_for_and_little_else() -> None:
     refused = tomllib.loads((ROOT / "docs" / "certificates" / "refused.toml").read_text())["refused"]
     (reason,) = (it["reason"] for it in refused if (it["engine"], it["version"]) == ("vllm", REFUSED))
-    assert "which version sampled each token" in reason and "the group cannot be left" in reason
+    assert "which version sampled each token" in reason and "cannot leave the weight-transfer group" in reason
     names = {f"{assumption.kind}: {assumption.name}" for assumption, _ in lacking(Sources(unpacked(REFUSED)))}
     assert names == {
         *(

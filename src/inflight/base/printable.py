@@ -11,5 +11,5 @@ _UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """Return the text with every character replaced that could control a terminal or make XML invalid."""
+    """Replace every character that could control a terminal or make XML invalid."""
     return _UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))

@@ -108,7 +108,7 @@ class RequestGate:
 
     @property
     def num_sent(self) -> int:
-        """Number of completions that were sent and have not been answered."""
+        """Number of completions requested from the engine and not yet returned."""
         return sum(len(running.asked) for running in self._running.values())
 
     def refuse_if_busy(self) -> None:

@@ -116,7 +116,7 @@ class _Server(uvicorn.Server):
         self.failure: Exception | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Wait until ready, then start and report it. If asked to stop in the meantime, do not start."""
+        """Wait until ready, then start, and report the start. If asked to stop in the meantime, do not start."""
         if self._until_ready is not None:
             await self._run_until_stopped(self._until_ready())
             if self.should_exit:

@@ -29,7 +29,7 @@ def best_split(
 
     ``generation_s`` and ``training_s`` give the seconds that a stage takes for one step on a number of devices.
     ``unit`` is the number of devices that one replica needs. Raises `InvalidRequestError` if there are too few devices
-    for one replica each.
+    for one replica of each stage.
     """
     if num_devices < 2 * unit:
         raise InvalidRequestError(

@@ -175,7 +175,7 @@ class PullDelivery(Delivery):
 
 
 def delivery_of(config: RunConfig, servers: Servers, trainers: TrainerGroup) -> Delivery:
-    """Return the run's half of the way in which a configuration delivers versions; `publishing_of` is the ranks'."""
+    """Return the run's side of delivery, as configured; `publishing_of` returns the side of the ranks."""
     return PushDelivery(servers, trainers) if config.updates.followed is None else PullDelivery(servers)
 
 

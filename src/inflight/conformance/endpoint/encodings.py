@@ -1,4 +1,4 @@
-"""Level weights: updates that send fewer bytes: with frozen or rounded tensors, or as deltas to weights that the
+"""Level weights: updates that send fewer bytes: with frozen or rounded tensors, or as deltas against weights that the
 endpoint kept."""
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ async def deltas(subject: EndpointSubject) -> None:
 
 @check("U-19", "updates delta", deadline_s=40, look_at=_BASE)
 async def unknown_base(subject: EndpointSubject) -> None:
-    """A delta to a base that was not kept is refused when it is requested, and an update that sends everything
+    """A request for a delta against a base that was not kept is refused, and an update that sends everything then
     succeeds."""
     publisher, reference = subject.publisher, subject.reference
     flipped = reference.with_final_norm(-1.0, "B")

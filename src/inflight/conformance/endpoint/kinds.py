@@ -75,7 +75,7 @@ def supported_kinds(subject: EndpointSubject) -> list[UpdateKind]:
 
 @dataclass(frozen=True, slots=True)
 class OpenUpdate:
-    """An update of which everything has been sent, and the weights after its commit."""
+    """An update that has been sent completely, and the weights after its commit."""
 
     kind: UpdateKind
     update: WeightUpdate

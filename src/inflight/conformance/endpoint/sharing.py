@@ -24,8 +24,8 @@ _NUM_TOKENS = 4
 )
 async def shared_blocks(subject: EndpointSubject) -> None:
     """Keys and values computed for one request are used for another only where all tokens up to that position are the
-    same: logprobs are those of the reference, whatever blocks or prefixes prompts share, and also where a prompt
-    continues a finished completion."""
+    same: logprobs are those of the reference, regardless of the blocks or prefixes that prompts share, and also
+    where a prompt continues a finished completion."""
     block = min(_BLOCK, subject.context_len // 4)
     first, second, third = (subject.prompt(block, seed=40 + i) for i in range(3))
     other, middle = subject.prompt(1, seed=50), block // 2 + 5

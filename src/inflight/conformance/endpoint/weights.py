@@ -156,8 +156,8 @@ async def large_logits(subject: EndpointSubject) -> None:
 
 
 def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
-    """Return weights that give larger attention scores, because queries are larger: their norm is scaled if there is
-    one."""
+    """Return weights with larger attention scores: the norm of the queries is scaled or, in a model without one, the
+    query projection."""
     tensors = reference.weights.tensors
     ends = (".q_norm.weight",) if any(".q_norm." in name for name in tensors) else (".q_proj.weight", ".q_proj.bias")
     larger = {name: tensor * 16 if name.endswith(ends) else tensor for name, tensor in tensors.items()}

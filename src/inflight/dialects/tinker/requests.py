@@ -226,7 +226,7 @@ class RetrieveFuture(TinkerRequest):
 
 
 class SetTtl(TinkerRequest):
-    """Set when a checkpoint expires."""
+    """Set the expiry time of a checkpoint."""
 
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_S)
 

@@ -71,7 +71,7 @@ class ResponsesFormat(AnswerFormat):
         return [{"type": kind, "sequence_number": self._num_events - 1, **fields}]
 
     def _delta(self, answer_id: str, kind: str, text: str) -> list[dict[str, Any]]:
-        """Return the events that add text to the streamed reasoning or message, which they open if necessary."""
+        """Return the events that add text to the streamed reasoning or message, opening it first if necessary."""
         events: list[dict[str, Any]] = []
         if self._streamed is None or self._streamed["type"] != kind:
             events += self._close()

@@ -226,7 +226,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _numbers(values: Sequence[Any]) -> Array:
-    """Return values as numbers, and NaN for other values."""
+    """Return the values as floats, with NaN for those that are not numbers."""
     try:
         return np.array(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError):

@@ -24,10 +24,10 @@ class HistoPipe(Scheduler):
     equally long on every endpoint. Two rounds are open at a time: an endpoint that has finished one begins the next, so
     tokens are at most one round stale.
 
-    If ``rank_groups`` is set, each round is cut into that many groups of equal size, and each group receives the number
-    of whole endpoints that makes the times of the groups grow linearly, as RhymeRL allocates workers. The result
-    approximates a line only if there are several times as many endpoints as groups; without ``rank_groups``, the line
-    is approximated with any number of endpoints.
+    If ``rank_groups`` is set, each round is cut into that many groups of equal size, and whole endpoints are allocated
+    to the groups so that the groups' times grow roughly linearly, as RhymeRL allocates workers. This works only with
+    several times as many endpoints as groups; without ``rank_groups``, the times grow roughly linearly with any number
+    of endpoints.
 
     A completion that is ``outlier`` times as long as the longest prediction of its rank group is aborted once, if its
     endpoint keeps the sampled tokens, and continues on the least loaded endpoint. RhymeRL also moves such completions,

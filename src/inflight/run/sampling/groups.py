@@ -22,7 +22,7 @@ _LOAD_S = 120.0
 
 
 def check_task(config: RunConfig, task: Task | Environment) -> None:
-    """Raise `ConfigError` if the configuration has settings of environments for a task, or vice versa."""
+    """Raise `ConfigError` if options for environments are set for a task, or options for tasks for an environment."""
     name = config.task.name
     if isinstance(task, Environment):
         for setting in ("reward_processes", "system_prompt", "prompt_template", "answer_pattern"):

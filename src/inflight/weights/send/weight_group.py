@@ -187,7 +187,7 @@ class WeightGroup:
         self._ending = start_in_thread(lambda: self.sender.end(is_done=is_applied_everywhere), "inflight-end")
 
     def abort_update(self) -> None:
-        """End the update as failed, and drop the group. Afterwards, raise any error of the sender."""
+        """End the update as failed, and drop the group. Afterwards, raise any error from the sender."""
         try:
             self.sender.end(is_done=False)
         finally:
