@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,3 +33,20 @@ def test_a_file_appears_under_its_name_only_when_it_is_complete(
     write(file)
     assert (seen, json.loads(file.read_text())) == ([False], {"state": "new"})
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_what_a_link_leads_to_is_written_and_the_link_stays(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    write_json(tmp_path / "link.json", {"state": "new"})
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text()) == {"state": "new"}
+
+
+def test_a_pipe_is_written_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    descriptor = os.open(tmp_path / "pipe", os.O_RDWR)
+    try:
+        write_json(tmp_path / "pipe", [1])
+        assert json.loads(os.read(descriptor, 100)) == [1]
+    finally:
+        os.close(descriptor)

@@ -450,7 +450,7 @@ def test_checkpoints_survive_a_killed_server_and_futures_are_gone(own_server: Ti
 
 def test_stored_weights_reach_samplers_by_the_transport_that_is_configured(model: Path, tmp_path: Path) -> None:
     shared = ("--updates.transport", "file", "--updates.directory", str(tmp_path / "weights"))
-    server = TinkerServer(model, tmp_path / "served", *shared)
+    server = TinkerServer(model, tmp_path / "served", *shared, "--samplers", "2")
     try:
         client = Client(server)
         made, _ = trained(client)
@@ -459,6 +459,11 @@ def test_stored_weights_reach_samplers_by_the_transport_that_is_configured(model
         named = client.sampler(1, model_path=made.save("kept", "save_weights_for_sampler"))
         for sampler in (moving, named, moving):
             assert_close(score(client, sampler, TOKENS), newest.tolist(), 1e-4)
+        paths = [made.save(f"kept-{i}", "save_weights_for_sampler") for i in range(4)]
+        stored = [client.sampler(2 + i, model_path=path) for i, path in enumerate(paths)]
+        asked = [client.begin_sample(sampler, TOKENS, params={"max_tokens": 1}) for sampler in stored]
+        for future in asked:  # two servers switch at the same time
+            assert len(response_of(client.retrieve(future)).sequences) == 1
     finally:
         server.end()
 
