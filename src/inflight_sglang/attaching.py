@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +17,6 @@ from inflight.wire import MAX_ALTERNATIVES, Capabilities, InFlightPolicy, Manife
 from inflight_sglang import flags
 from inflight_sglang.flags import Problem, Updates
 from inflight_sglang.requests import RequestLimits, version_labels_of
-
-_PAUSED_S = 10.0
-"""How long attaching waits for the end of an update that pauses the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +110,11 @@ def _refusal(routes: EngineRoutes, info: Mapping[str, Any], problem: Problem) ->
 async def _probed(routes: EngineRoutes, info: Mapping[str, Any]) -> tuple[Problem | None, bool]:
     """Return a problem if logprobs are not those of the scaled logits, and whether streams carry version labels.
 
-    A server that stays paused is not asked, and counts as one whose streams do not.
+    A paused server is not asked, and counts as one whose streams do not.
     """
-    deadline = time.monotonic() + _PAUSED_S
-    while (await routes.ask("GET", "/ready"))[0] != 200:
-        if time.monotonic() > deadline:
-            return None, False
-        await asyncio.sleep(0.1)
+    status, _ = await routes.ask("GET", "/ready")
+    if status != 200:
+        return None, False
     problem = flags.ignores_temperature(await routes.post("/generate", flags.probe_of_logprobs(0)))
     return problem, bool(info.get("incremental_streaming_output")) and await _labels_streams(routes)
 

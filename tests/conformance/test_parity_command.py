@@ -99,7 +99,7 @@ def test_servers_are_compared_in_each_dtype_and_serve_the_checkpoint_again(deep_
         (("--serve", "serve {port} {dtype}"), "specify it with --dtype"),
         (("http://127.0.0.1:9",), "specify the checkpoint that the URL serves with --model DIR"),
         ((OWN, "--updates", "-1"), "--updates must be at least 0, not -1"),
-        ((OWN, "--worker", "none such"), "no worker 'none such' is installed"),
+        ((OWN, "--worker", "none such"), "worker 'none such' is not installed"),
     ],
 )
 def test_wrong_arguments_are_told(words: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,8 +143,8 @@ def test_without_max_tokens_a_completion_goes_on_to_the_end_of_the_context(model
 @pytest.mark.parametrize(
     ("request_", "numbers"),
     [
-        (make_request("r", [1] * 100), ("100 tokens", "context only 100")),
-        (make_request("r", [1] * 150), ("150 tokens", "context only 100")),
+        (make_request("r", [1] * 100), ("100 tokens", "context has only 100")),
+        (make_request("r", [1] * 150), ("150 tokens", "context has only 100")),
         (make_request("r", [1] * 60, max_tokens=41), ("60 tokens", "max_tokens=41", "100", "at most 40")),
         (make_request("r", [1, VOCAB_SIZE, 3]), (f"token id {VOCAB_SIZE}", f"vocabulary of {VOCAB_SIZE}")),
         (make_request("r", [2**31 - 1]), (str(2**31 - 1), str(VOCAB_SIZE))),

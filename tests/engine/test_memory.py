@@ -168,7 +168,9 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(model_dir: Pat
             assert (await endpoint.capabilities()).max_model_len == 100
             with pytest.raises(InvalidRequestError, match=rf"context of 100 \(the number that fits in {limit} bytes"):
                 await endpoint.generate(make_request("r", [1] * 60, max_tokens=41))
-            with pytest.raises(InvalidRequestError, match=rf"context only 100 \(the number that fits in {limit} bytes"):
+            with pytest.raises(
+                InvalidRequestError, match=rf"context has only 100 \(the number that fits in {limit} bytes"
+            ):
                 await endpoint.generate(make_request("r", [1] * 100))
             await generate_all(endpoint, [make_request("r", [1] * 60, max_tokens=40, ignore_eos=True)])
 

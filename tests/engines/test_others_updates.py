@@ -71,7 +71,7 @@ async def sample(client: Any, n: int = 1) -> tuple[Completion, ...]:
     request = GenerateRequest(
         request_id=f"request-{next(_serial)}", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(max_tokens=2, n=n)
     )
-    if not client.is_streamed:
+    if not getattr(client, "is_streamed", False):
         return (await client.generate(request)).completions
     chunks = [chunk async for chunk in client.generate_stream(request.model_copy(update={"stream": True}))]
     return tuple(assembled(index, [chunk for chunk in chunks if chunk.index == index]) for index in range(n))

@@ -92,7 +92,7 @@ def test_counts_are_of_unmasked_tokens_of_all_completions_and_of_prompts_that_ha
 def test_completions_that_are_in_no_micro_batch_count_if_their_number_is_given():
     loss = PRESETS["grpo"].loss
     assert prepare(loss, [collate([FIRST])], num_sequences=4).before.num_sequences == 4
-    with pytest.raises(InvalidRequestError, match="hold 2 completions, but num_sequences is only 1"):
+    with pytest.raises(InvalidRequestError, match="contain 2 completions, but num_sequences is only 1"):
         prepare(loss, [collate([FIRST, SECOND])], num_sequences=1)
 
 

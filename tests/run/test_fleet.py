@@ -166,12 +166,15 @@ def test_fields_that_contradict_one_another_are_refused(
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ({"servers.engine": "vlm"}, "unknown engine 'vlm'; known: dynamo, embedded"),
+        ({"servers.engine": "vlm"}, "unknown engine 'vlm' (did you mean 'vllm'?); known: dynamo, embedded"),
         (
             {"servers.fleet": '[{ engine = "embedded" }, { engine = "vlm" }]'},
-            "unknown engine 'vlm'; known: dynamo, embedded, ",
+            "unknown engine 'vlm' (did you mean 'vllm'?); known: dynamo, embedded, ",
         ),
-        ({"servers.attach.urls": '["vlm+http://127.0.0.1:9"]'}, "unknown engine 'vlm'; known: dynamo, embedded"),
+        (
+            {"servers.attach.urls": '["vlm+http://127.0.0.1:9"]'},
+            "unknown engine 'vlm' (did you mean 'vllm'?); known: dynamo, embedded",
+        ),
         ({"servers.attach.urls": '["127.0.0.1:9"]'}, "'127.0.0.1:9' is not an endpoint; write http://HOST:PORT"),
         (
             {"servers.attach.urls": '["http://127.0.0.1:9", "http://127.0.0.1:9/"]'},
@@ -201,7 +204,8 @@ def test_an_unknown_engine_leaves_no_run_directory(start_run: Callable[..., RunP
     run = start_run("--servers.engine", "vlm")
     assert run.wait(60) == 1
     assert (
-        "unknown engine 'vlm'; known: dynamo, embedded, fast_llm, fourphase, pipelinerl, sglang, vllm" in run.output()
+        "unknown engine 'vlm' (did you mean 'vllm'?); "
+        "known: dynamo, embedded, fast_llm, fourphase, pipelinerl, sglang, vllm" in run.output()
     )
     assert "Traceback" not in run.output()
     assert not run.directory.exists()

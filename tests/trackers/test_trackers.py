@@ -239,7 +239,7 @@ def test_a_tracker_whose_package_is_missing_ends_the_run_before_it_starts(monkey
 
 
 def test_names_and_options_that_fit_nothing_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"unknown tracker 'wanbd'; known: .*wandb"):
+    with pytest.raises(ConfigError, match=r"unknown tracker 'wanbd' \(did you mean 'wandb'\?\); known: .*wandb"):
         load_trackers(["wanbd"], {})
     with pytest.raises(ConfigError, match=r"run\.tracker_options has 'wandb', which run\.trackers does not list"):
         load_trackers([], {"wandb": {}})

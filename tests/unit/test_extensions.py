@@ -76,7 +76,10 @@ def test_the_policies_of_a_run_are_built_in_unless_it_names_others() -> None:
 
 
 def test_unknown_names_are_refused_with_all_that_are_known() -> None:
-    with pytest.raises(ConfigError, match=r"unknown staleness policy 'hole'; known: max_lag, .*missing, whole"):
+    with pytest.raises(
+        ConfigError,
+        match=r"unknown staleness policy 'hole' \(did you mean 'whole'\?\); known: max_lag, .*missing, whole",
+    ):
         load_staleness("hole", {}, 2)
     with pytest.raises(ConfigError, match=r"unknown batch composer 'whole'; known: token_budget, .*fixed"):
         load_composer("whole", {}, 2)

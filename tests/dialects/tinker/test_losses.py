@@ -162,7 +162,7 @@ def test_a_batch_without_data_has_a_loss_of_zero_that_can_be_differentiated() ->
     [
         ("stable_reinforce", {}, UnsupportedError, "has no published formula"),
         ("custom", {}, UnsupportedError, "use forward_backward_custom"),
-        ("ppo2", {}, InvalidRequestError, "unknown loss_fn 'ppo2'; known: cross_entropy"),
+        ("ppo2", {}, InvalidRequestError, "unknown loss_fn 'ppo2' .did you mean 'ppo'.*known: cross_entropy"),
         ("ppo", {"beta": 1.0}, InvalidRequestError, "has no setting 'beta'; its settings: clip_low_threshold"),
         ("dro", {"beta": math.inf}, InvalidRequestError, "'beta' of loss_fn 'dro' is not finite"),
     ],
