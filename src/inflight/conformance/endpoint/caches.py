@@ -296,8 +296,9 @@ async def _require_fresh_second_turn(subject: EndpointSubject, policy: InFlightP
     The first turn runs through an update, and then samples as many tokens as a page of a cache holds.
     """
     binding = subject.capabilities.version_binding
-    for _ in range(_NUM_TRIES):  # on a busy machine, the update may come too late
-        ((request, answer),) = await subject.start_running(1, prompt=subject.prompt(seed=71))
+    for i in range(_NUM_TRIES):  # where tokens come fast, the update may come too late
+        running = await subject.start_running(1, prompt=subject.prompt(seed=71), max_tokens=2 * _NUM_AFTER << i)
+        ((request, answer),) = running
         after = await chain.publish(supported_kinds(subject)[0], policy)
         response = await within(_ENDS_S, answer, f"a request that ran through an update under {policy}")
         (completion,) = response.completions
