@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 
 from inflight.errors import ConfigError
+from inflight.http.kinds import connect_endpoint
 from inflight.launchers import LocalLauncher
 from inflight.run import run as runs_module
 from inflight.run.config import load_config
+from inflight.run.servers.leases import LeasedServer
 from tests.gates import StepGate
 from tests.run.runs import CONFIG, RunProcess, ends_within, is_alive
+from tests.servers import TOKEN, ServerProcess
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forks")]
 
@@ -51,10 +55,11 @@ def test_a_resumed_run_takes_over_the_servers_that_outlived_it(
     gate.allow(3)
     num_requests = len(run.events("request"))
     resumed = start_run(*settings, "--run.num_steps", "8", "--resume")
-    resumed.wait_until(lambda: len({it["endpoint"] for it in resumed.events("request")[num_requests:]}) == 2)
+    resumed.wait_for_steps(3)
     gate.open()
     assert resumed.wait() == 0, resumed.output()
     assert [row["version"] for row in resumed.rows()] == list(range(1, 9))
+    assert len({it["endpoint"] for it in resumed.events("request")[num_requests:]}) == 2
     assert resumed.servers() == servers
     assert all(map(ends_within, servers))
 
@@ -69,6 +74,26 @@ def test_servers_end_by_themselves_once_nobody_renews_their_lease(start_run: Cal
     assert ends_within(server)
     # It is renewed several times in a lease: what is left when the run is killed is most of it.
     assert time.monotonic() - killed_at > 2.0
+
+
+def test_whoever_takes_a_server_over_renews_its_lease_as_long_as_it_lives(model_dir: Path, tmp_path: Path) -> None:
+    server = ServerProcess(model_dir, tmp_path, "--lease", "4")
+
+    async def take_over() -> None:
+        taken_over = LeasedServer(server.url, server.pid, connect_endpoint(server.url, token=TOKEN))
+        assert server.process.stdin is not None
+        server.process.stdin.close()  # as if its run had been killed
+        await asyncio.sleep(9)  # two leases, during which nothing but the watch calls it
+        assert taken_over.ended is None
+        assert server.process.poll() is None
+        await taken_over.stop(patience_s=60)
+        assert ends_within(server.pid)
+
+    try:
+        server.wait_until_ready()
+        asyncio.run(take_over())
+    finally:
+        server.kill()
 
 
 class WithoutOutliving(LocalLauncher):

@@ -172,7 +172,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
             route.method,
             route.path,
             content=content,
-            headers=self._headers(route),
+            headers=self._headers(),
             timeout_s=timeout_s,
             max_response_bytes=bound,
         )
@@ -193,7 +193,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
             route.method,
             route.path,
             content=body.model_dump_json(),
-            headers=self._headers(route),
+            headers=self._headers(),
             timeout_s=self._generate_timeout_s,
             on_refusal=lambda status, answer: self._error(route, status, answer),
         )
@@ -201,9 +201,9 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
             async for data in events:
                 yield self._event(data, kind)
 
-    def _headers(self, route: Route[Any]) -> dict[str, str]:
+    def _headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json"}
-        if (route.control or route.generation) and self._token is not None:
+        if self._token is not None:  # also where it is not required: any call with the token renews a server's lease
             headers["authorization"] = f"Bearer {self._token}"
         return headers
 
