@@ -53,6 +53,7 @@ def figures(record: dict[str, Any], name: str) -> Any:
     return record["rows"]["sections"][name]["figures"]
 
 
+@pytest.mark.exhaustive
 def test_every_section_runs_and_says_how_long_it_took(record: dict[str, Any]) -> None:
     sections = record["rows"]["sections"]
     assert list(sections) == [section.name for section in SECTIONS]
@@ -61,6 +62,7 @@ def test_every_section_runs_and_says_how_long_it_took(record: dict[str, Any]) ->
     assert figures(record, "machine")["packages"]["torch"] == record["versions"]["torch"]
 
 
+@pytest.mark.exhaustive
 def test_the_kits_ran_their_checks(record: dict[str, Any]) -> None:
     for name in ("endpoint", "worker"):
         found = figures(record, name)
@@ -69,6 +71,7 @@ def test_the_kits_ran_their_checks(record: dict[str, Any]) -> None:
     assert figures(record, "endpoint")["dtype"] == "bfloat16"
 
 
+@pytest.mark.exhaustive
 def test_every_head_that_is_installed_was_timed_and_is_right(record: dict[str, Any]) -> None:
     (shape,) = figures(record, "head")
     assert {"naive", "inflight, two passes", "inflight, one pass", "TRL", "verl"} <= shape["heads"].keys()
@@ -80,6 +83,7 @@ def test_every_head_that_is_installed_was_timed_and_is_right(record: dict[str, A
     assert timed["inflight, two passes"]["peak_bytes"] > 0
 
 
+@pytest.mark.exhaustive
 def test_attention_agrees_with_torchs_kernels_one_by_one(record: dict[str, Any]) -> None:
     for shape in figures(record, "attention"):
         bound = 1e-5 if shape["dtype"] == "float32" else 0.05
@@ -88,6 +92,7 @@ def test_attention_agrees_with_torchs_kernels_one_by_one(record: dict[str, Any])
         assert "CUDA" in shape["kernels"]["flash-attn varlen"]["absent"]
 
 
+@pytest.mark.exhaustive
 def test_engine_and_generate_sampled_every_token(record: dict[str, Any]) -> None:
     loads = figures(record, "decode")["loads"]
     assert [load["lengths"] for load in loads] == ["equal", "log-normal"]
@@ -97,6 +102,7 @@ def test_engine_and_generate_sampled_every_token(record: dict[str, Any]) -> None
         assert "GPU only" in load["contenders"]["generate, static cache, compiled"]["absent"]
 
 
+@pytest.mark.exhaustive
 def test_each_transport_published_beside_its_limit(record: dict[str, Any]) -> None:
     publishes = {row["transport"]: row for row in figures(record, "publish")["publishes"]}
     assert publishes["nccl"]["absent"] == "it needs CUDA"
@@ -106,6 +112,7 @@ def test_each_transport_published_beside_its_limit(record: dict[str, Any]) -> No
         assert row["kept"]["without_per_s"] > 0 and row["kept"]["with_one_per_s"] > 0, row
 
 
+@pytest.mark.exhaustive
 def test_the_quickstart_took_its_steps_in_bfloat16(record: dict[str, Any]) -> None:
     found = figures(record, "quickstart")
     assert found["num_steps"] == 2
@@ -129,6 +136,7 @@ def test_the_quickstart_fits_on_gpus_by_the_dry_run(
     assert transport in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_page_shows_every_section_of_a_full_run_on_a_gpu_and_of_no_other(record: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no figures of a GPU"):
         page(record)
