@@ -472,6 +472,7 @@ def test_a_group_that_waits_for_its_step_is_not_sampled_again_after_a_restart() 
     dispatcher.want_step(0, 1.0)
     commands = dispatcher.take_commands()
     (step,) = [it for it in commands if isinstance(it, ComposedStep)]
+    assert all(it.is_new for it in commands if isinstance(it, FinishedGroup))
     trained = [group.item_index for group in step.groups]
     waiting = wholes.keys() - {*trained}
     dispatcher.settle(step.groups, 1.0)
@@ -487,6 +488,11 @@ def test_a_group_that_waits_for_its_step_is_not_sampled_again_after_a_restart() 
         item: wholes[item] for item in waiting
     }
     assert waiting.isdisjoint(it.item for it in commands if isinstance(it, SendRequest))
+    for item in waiting:
+        again.group_scored(item, scored(wholes[item]), 2.0)
+    assert again.history.to_json() == state["history"]  # their rewards count once
+    finished = {it.group.item_index: it.is_new for it in again.take_commands() if isinstance(it, FinishedGroup)}
+    assert finished == dict.fromkeys(waiting, False)
 
 
 def test_unfinished_groups_that_cannot_be_read_are_a_checkpoint_error() -> None:

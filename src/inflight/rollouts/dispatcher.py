@@ -17,14 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from inflight.contracts import BatchComposer, Scheduler, StalenessPolicy
-from inflight.contracts.scheduling import (
-    Finished,
-    Issue,
-    Offered,
-    Returned,
-    Scored,
-    Withdrawn,
-)
+from inflight.contracts.scheduling import Finished, Issue, Offered, Returned, Scored, Withdrawn
 from inflight.errors import CheckpointError, InvalidRequestError
 from inflight.rollouts.driver_commands import (
     Command,
@@ -97,6 +90,8 @@ class Dispatcher:
         self._stops_stale = knows_versions and type(staleness).can_train is not StalenessPolicy.can_train
         self._saved: dict[int, Sequence[SampledTokens | None]] = {}
         """By item, completions of restored groups until they are offered again, and of finished ones until settled."""
+        self._recorded: set[int] = set()
+        """Items whose rewards the history holds, until they are settled. Restored groups are scored again."""
         self._failed_requests: Counter[int] = Counter()
         """The number of failed requests of each item that has not been settled yet."""
         self._counts: Counter[str] = Counter()
@@ -127,6 +122,7 @@ class Dispatcher:
                 for index, sampled in partial.items()
                 if any(one is not None for one in sampled)
             },
+            "recorded": sorted(self._recorded),
         }
 
     def restore(self, state: Mapping[str, Any], from_json: Callable[[Any], SampledTokens]) -> None:
@@ -139,6 +135,7 @@ class Dispatcher:
                 int(index): [None if one is None else from_json(one) for one in sampled]
                 for index, sampled in state.get("partials", {}).items()
             }
+            self._recorded = {*map(int, state.get("recorded", ()))}
         except (TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"the unfinished groups in the checkpoint cannot be read: {error}") from error
         self.history.restore(state.get("history", {}))
@@ -380,11 +377,13 @@ class Dispatcher:
         self._failed_requests.pop(item, None)
         self.ledger.finish(item)
         self._saved[item] = opened.sampled
-        self.history.record(opened.prompt, scored.lengths, scored.rewards, scored.completions)
+        if is_new := item not in self._recorded:
+            self._recorded.add(item)
+            self.history.record(opened.prompt, scored.lengths, scored.rewards, scored.completions)
         self._outbox.notify(Scored(now, item, opened.prompt, scored.lengths, scored.rewards))
         group = Group(opened.serial, item, scored.rollouts, ",".join(opened.endpoints))
         self.steps.admission.scored(now - opened.offered_at)
-        self.steps.add(group, scored.num_rewritten, now)
+        self.steps.add(group, scored.num_rewritten, now, is_new=is_new)
         self._compose_if_ready(now)
 
     # ------------------------------------------------------------------------------------------------------- steps
@@ -406,6 +405,7 @@ class Dispatcher:
         num_issued = sum([group.has_part for group in self.open.values()])
         self.steps.settle(groups, len(self.open), num_issued, now)
         self._saved = {item: sampled for item, sampled in self._saved.items() if not self.ledger.is_settled(item)}
+        self._recorded = {item for item in self._recorded if not self.ledger.is_settled(item)}
 
     def _compose_if_ready(self, now: float) -> None:
         self.steps.compose_if_ready(self.oldest, now)

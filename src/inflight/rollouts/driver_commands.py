@@ -98,6 +98,9 @@ class FinishedGroup:
     group: Group
     is_waiting: bool
     num_rewritten: int = 0
+    is_new: bool = True
+    """Whether the group finished for the first time. One that waited for a step when the run was saved finishes again
+    after the run is resumed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,9 @@ class StepQueue:
         self.has_waited = not self._is_step_ready(oldest)
         self.outbox.notify(StepWanted(now, version, self.admission.num_groups(self.rules.steps_per_phase or 1)))
 
-    def add(self, group: Group, num_rewritten: int, now: float) -> None:
-        """Queue a finished group for a step, or drop it."""
+    def add(self, group: Group, num_rewritten: int, now: float, *, is_new: bool = True) -> None:
+        """Queue a finished group for a step, or drop it. It is not new if the run was resumed since it first
+        finished."""
         reason: str | None = None
         if not self.rules.trains_on_equal_rewards and not teaches(group, self.rules.credit):
             reason = "equal rewards"
@@ -103,7 +104,7 @@ class StepQueue:
             reason = "stale"
         if reason != "stale":
             self.admission.finished(0 if reason else self.rules.size_of(group))
-        self.outbox.command(FinishedGroup(group, reason is None, num_rewritten))
+        self.outbox.command(FinishedGroup(group, reason is None, num_rewritten, is_new))
         if reason is not None:
             self._drop(group, reason, now)
 

@@ -258,7 +258,7 @@ class Sampling:
             lengths=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
         )
         self._journal.group_finished(group)
-        if self.curriculum is not None:
+        if self.curriculum is not None and finished.is_new:
             rewards = [rollout.reward for rollout in group.rollouts]
             if (change := self.curriculum.record_group(group.item_index, rewards)) is not None:
                 self.warnings.note(change)
