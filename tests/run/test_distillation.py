@@ -189,7 +189,9 @@ def test_a_teacher_scores_no_more_completions_at_a_time_than_its_bound(
         async with serving(model_dir) as endpoint:
             counting, notes = Counting(endpoint), []
             monkeypatch.setattr(teachers_module, "connect_endpoint", lambda *_, **__: counting)
-            settings = DistillationSection.model_validate({"teachers": [{"url": "http://a"}], "max_concurrent": 3})
+            settings = DistillationSection.model_validate(
+                {"teachers": [{"url": "http://a"}], "max_concurrent_scores": 3}
+            )
             teachers = Teachers(settings, "", notes.append)
             await teachers.connect(258, 512)
             group = ScoredGroup(rollouts(12), (3,) * 12, (0.0,) * 12)

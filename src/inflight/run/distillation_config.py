@@ -41,7 +41,7 @@ class DistillationSection(Section):
     teachers: tuple[TeacherSection, ...] = ()
     top_k: int = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
     """Number of the teacher's most likely tokens to request at each position, for losses that use them."""
-    max_concurrent: int = Field(default=8, ge=1)
+    max_concurrent_scores: int = Field(default=8, ge=1)
     """Maximum number of completions that each teacher with a URL scores at a time. This limit is separate from those of
     sampling, so that a teacher does not starve sampling on a server that they share."""
     timeout_s: float = Field(default=300.0, gt=0)

@@ -140,7 +140,7 @@ def _asking(prepared: Prepared) -> list[Coroutine[Any, Any, PlannedProcess]]:
 
     async def teacher(endpoint: InferenceEndpoint) -> str:
         await check_teacher(endpoint, config.distillation, prepared.model.vocab_size, prepared.longest_sequence)
-        return f"scores up to {config.distillation.max_concurrent} completions at a time"
+        return f"scores up to {config.distillation.max_concurrent_scores} completions at a time"
 
     return [
         *(_ask(url, "already running", server) for url in prepared.attached),

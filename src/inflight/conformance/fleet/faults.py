@@ -50,7 +50,7 @@ class Faults:
     """
 
     def __init__(self, plan: FaultPlan, testbed: Testbed, lease_s: float, *, cancel_arrives: bool) -> None:
-        self.loop = testbed.loop
+        self.testbed = testbed
         self.lease_s = lease_s
         self.cancel_arrives = cancel_arrives
         self.injected: list[Fault] = []
@@ -67,7 +67,6 @@ class Faults:
         """Sessions that have ended in a server process. Their calls must have no further effect."""
         self.incarnations: dict[tuple[TestedServer, int], int] = {}
         """The highest incarnation that has joined each server process."""
-        self._late_s = _LATE_S * testbed.scale
         self._lock = threading.Lock()
         self._pending = list(plan.faults)
         self._counts: Counter[tuple[int, UpdateStep, int]] = Counter()
@@ -113,7 +112,7 @@ class Faults:
     def flush(self) -> None:
         """Deliver every remaining late call, and wait until all of them have ended."""
         self._let_arrive(lambda *_: True)
-        deadline = time.monotonic() + self._late_s
+        deadline = time.monotonic() + _LATE_S * self.testbed.scale
         for future in self.arriving:
             with contextlib.suppress(InflightError, TimeoutError):
                 future.result(max(0.01, deadline - time.monotonic()))
@@ -124,7 +123,7 @@ class Faults:
             now = [late for late in self._late if is_due(late[0], late[2])]
             self._late = [late for late in self._late if late not in now]
         for server, call, _ in now:
-            self.arriving.append(self.loop.start(_ignore_errors(server.deliver(call))))
+            self.arriving.append(self.testbed.loop.start(_ignore_errors(server.deliver(call))))
 
 
 async def _ignore_errors(call: Awaitable[Any]) -> None:
@@ -255,7 +254,7 @@ class FaultyEndpoint(InferenceEndpoint):
                 self._faults.postpone(self.server, call, fault.num_calls)
                 raise lost
             case Kind.KILL | Kind.RESTART | Kind.STOP | Kind.DISCONNECT:
-                injecting = self._faults.loop.start(self._inject_into_server(fault))
+                injecting = self._faults.testbed.loop.start(self._inject_into_server(fault))
                 self._faults.arriving.append(injecting)
                 try:
                     return await self._deliver(call)
@@ -285,7 +284,7 @@ class FaultyEndpoint(InferenceEndpoint):
 
     async def _run_in_loop(self, call: Coroutine[Any, Any, T]) -> T:
         """Make a call in the servers' loop. If ``cancel_arrives`` is set, it is cancelled when its caller is."""
-        future = asyncio.wrap_future(self._faults.loop.start(call))
+        future = asyncio.wrap_future(self._faults.testbed.loop.start(call))
         if self._faults.cancel_arrives:
             return await future
         future.add_done_callback(lambda done: done.cancelled() or done.exception())

@@ -85,7 +85,7 @@ class Teachers:
             endpoint = None
             if it.url is not None:
                 endpoint = connect_endpoint(it.url, token=self._token, generate_timeout_s=self._settings.timeout_s)
-            slots = asyncio.Semaphore(self._settings.max_concurrent)
+            slots = asyncio.Semaphore(self._settings.max_concurrent_scores)
             self._teachers.append(None if endpoint is None else _Teacher(endpoint, slots))
         endpoints = [it.endpoint for it in self._teachers if it is not None]
         await run_together(*(check_teacher(it, self._settings, vocab_size, context) for it in endpoints))
