@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.dialects.tinker import futures as futures_module
 from inflight.dialects.tinker import ordering
 from inflight.dialects.tinker.futures import FailedCall, Futures, GoneError
 from inflight.dialects.tinker.ordering import OrderedCalls
 from inflight.errors import InvalidRequestError, TrainerError
+from tests.gates import until
 
 
 def run(call: Callable[[Futures], Awaitable[Any]]) -> Any:
@@ -130,6 +132,41 @@ def test_a_pending_call_is_held_and_an_unknown_one_is_gone(monkeypatch: pytest.M
         with pytest.raises(GoneError):
             await futures.retrieve(request_id)
         assert len(futures) == 0
+
+    run(main)
+
+
+def test_a_call_that_no_client_retrieves_is_cancelled_if_it_can_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures_module, "ABANDONED_S", 0.1)
+    ended: list[str] = []
+
+    async def main(futures: Futures) -> None:
+        def waiting(name: str) -> Callable[[], Awaitable[Any]]:
+            async def wait() -> None:
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ended.append(name)
+
+            return wait
+
+        abandoned = futures.start(waiting("abandoned"), is_repeatable=True)
+        left = futures.start(waiting("left"), is_repeatable=True)
+        held = futures.start(waiting("held"), is_repeatable=True)
+        step = futures.start(waiting("step"))
+        holding = asyncio.ensure_future(futures.retrieve(held))
+        leaving = asyncio.ensure_future(futures.retrieve(left))
+        other = asyncio.ensure_future(futures.retrieve(left))
+        await until(lambda: ended == ["abandoned"])
+        with pytest.raises(GoneError):
+            await futures.retrieve(abandoned)
+        await cancel_and_wait(leaving)
+        await asyncio.sleep(0.3)
+        assert ended == ["abandoned"]  # the other retrieval still waits
+        await cancel_and_wait(other)
+        await until(lambda: ended == ["abandoned", "left"])
+        assert held in futures and step in futures and left not in futures and not holding.done()
+        await cancel_and_wait(holding)
 
     run(main)
 

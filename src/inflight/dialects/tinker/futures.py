@@ -18,6 +18,9 @@ HOLD_S = 30.0
 repeats one that is answered as pending."""
 KEPT_AFTER_RETRIEVAL_S = 120.0
 """How long, in seconds, a result is kept after its retrieval, because the answer may have been lost."""
+ABANDONED_S = 120.0
+"""How long, in seconds, a repeatable call keeps running if its client does not retrieve it. The SDK always has a
+retrieval open, unless its process is suspended or has been killed."""
 KEPT_S = 3600.0
 """How long, in seconds, a result is kept if no client retrieves it."""
 
@@ -38,13 +41,17 @@ class FailedCall:
 
 
 class GoneError(Exception):
-    """No future has this id: its result was retrieved long ago, or the server has been restarted."""
+    """No future has this id: its result was retrieved long ago, its client fell silent, or the server was restarted."""
 
 
 @dataclass(eq=False, slots=True)
 class _Entry:
+    is_repeatable: bool
     done: asyncio.Event = field(default_factory=asyncio.Event)
     outcome: Result | FailedCall | None = None
+    task: asyncio.Task[None] | None = None
+    num_waiting: int = 0
+    """Number of retrievals that wait for the outcome."""
     removal: asyncio.TimerHandle | None = None
 
 
@@ -58,10 +65,17 @@ class Futures:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def start(self, call: Callable[[], Awaitable[Result]]) -> str:
-        """Run a call in the background, and return the id of its future."""
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def start(self, call: Callable[[], Awaitable[Result]], *, is_repeatable: bool = False) -> str:
+        """Run a call in the background, and return the id of its future.
+
+        A repeatable call is one that clients send again if its future is gone. It is cancelled, and its future is gone,
+        if no client has been retrieving it for `ABANDONED_S`.
+        """
         request_id = uuid.uuid4().hex
-        entry = self._entries[request_id] = _Entry()
+        entry = self._entries[request_id] = _Entry(is_repeatable)
 
         async def run() -> None:
             try:
@@ -71,7 +85,9 @@ class Futures:
             entry.done.set()
             self._remove_after(request_id, entry, KEPT_S)
 
-        self._tasks.start(run())
+        entry.task = self._tasks.start(run())
+        if is_repeatable:
+            self._remove_after(request_id, entry, ABANDONED_S)
         return request_id
 
     async def retrieve(self, request_id: str, hold_s: float = HOLD_S) -> Result | FailedCall | None:
@@ -79,11 +95,18 @@ class Futures:
         entry = self._entries.get(request_id)
         if entry is None:
             raise GoneError(request_id)
+        if entry.removal is not None and not entry.done.is_set():
+            entry.removal.cancel()
+        entry.num_waiting += 1
         try:
             async with asyncio.timeout(hold_s):
                 await entry.done.wait()
         except TimeoutError:
             return None
+        finally:
+            entry.num_waiting -= 1
+            if entry.is_repeatable and not (entry.done.is_set() or entry.num_waiting):
+                self._remove_after(request_id, entry, ABANDONED_S)
         if entry.outcome is not None:  # it is None where everything is being closed
             self._remove_after(request_id, entry, KEPT_AFTER_RETRIEVAL_S)
         return entry.outcome
@@ -91,7 +114,12 @@ class Futures:
     def _remove_after(self, request_id: str, entry: _Entry, seconds: float) -> None:
         if entry.removal is not None:
             entry.removal.cancel()
-        entry.removal = asyncio.get_running_loop().call_later(seconds, self._entries.pop, request_id, None)
+        entry.removal = asyncio.get_running_loop().call_later(seconds, self._remove, request_id)
+
+    def _remove(self, request_id: str) -> None:
+        entry = self._entries.pop(request_id, None)
+        if entry is not None and entry.task is not None:
+            entry.task.cancel()  # a call that has ended is not changed by this
 
     async def aclose(self) -> None:
         """Cancel the running calls, and discard all results; a waiting retrieval returns None."""

@@ -127,7 +127,7 @@ class SamplingSessions:
             sampler = self._sampler(asked.sampling_session_id)
             weights, sampler.used_at = sampler.weights, time.monotonic()
             key = None if asked.seq_id is None else (asked.sampling_session_id, asked.seq_id)
-            if key in self._sampled:
+            if key in self._sampled and self._sampled[key][0] in self._futures:
                 return self._sampled[key]
         else:
             weights, _ = self._weights(asked.base_model, asked.model_path)
@@ -145,7 +145,7 @@ class SamplingSessions:
                 self._spans.popitem(last=False)
             return content
 
-        found = self._futures.start(execute), sequence_ids
+        found = self._futures.start(execute, is_repeatable=True), sequence_ids
         if key is not None:
             self._sampled[key] = found
             while len(self._sampled) > _NUM_SEQUENCES:
