@@ -174,3 +174,14 @@ def test_slots_and_ages_of_a_row_are_those_since_the_last_one_and_the_summary_ha
     assert (summary["utilisation"], summary["bubble_share"]) == (0.4, pytest.approx(1 / 6))
     assert [row["accepted_per_verification"] for row in rows] == [2.5, 0.0]
     assert summary["accepted_per_verification"] == 1.25
+
+
+def test_the_share_of_pauses_is_missing_until_a_server_reports_one(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, None)
+    without = journal.step(Counter({0: 2}), 2, {}, [0], SlotSeconds(), DraftCounts())
+    journal.paused({})
+    assert journal.summarize({})["paused_share"] is None
+    journal.paused({"http://127.0.0.1:8000": 0.0})
+    shown = journal.step(Counter({0: 2}), 2, {}, [0], SlotSeconds(), DraftCounts())
+    journal.close()
+    assert (without["paused_share"], shown["paused_share"]) == (None, 0.0)

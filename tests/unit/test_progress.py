@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +58,24 @@ def test_a_step_without_finished_groups_shows_no_reward(capsys: pytest.CaptureFi
     first, second = capsys.readouterr().out.splitlines()
     assert "reward 0.250" in first
     assert "reward -" in second
+
+
+@pytest.mark.parametrize(
+    ("paused_share", "shown"), [(0.0011, "paused 0.11 %"), (0.0, "paused 0.00 %"), (None, "paused -")]
+)
+def test_a_pause_that_no_server_reports_is_not_shown_as_none(
+    paused_share: float | None, shown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        **{"version": 1, "reward": 0.5, "lag_mean": 1.0, "lag_max": 2, "paused_share": paused_share, "time_s": 3.0},
+        **{"completion_tokens_per_s": 10.0, "trained_tokens_per_s": 9.0, "completion_length": 40.0},
+    }
+    Progress(6).step(row | {"accepted_per_verification": None})
+    assert f"  {shown}  " in capsys.readouterr().out
+    summary = {
+        **{"version": 6, "first_reward": 0.1, "last_reward": 0.5, "num_steps_per_reward": 1, "elapsed_s": 3.0},
+        **{"num_samples": 9, "trained_tokens_per_s": 9.0, "share_with_two_or_more_versions": 0.5},
+        **{"ledger": {"dropped": {}}, "paused_share": paused_share},
+    }
+    Progress(6).summary(summary, Path("runs/one"))
+    assert ("servers were paused" in capsys.readouterr().out) == (paused_share is not None)

@@ -81,7 +81,7 @@ class WrittenRun:
         facts = {"reward": 0.1 * version, "lag_mean": 1.0, "ledger": ledger, "completions_by_age": {"1": 2}}
         self.write(events.StepCompleted, at_s, version=version, time_s=at_s, **{**facts, **metrics})
 
-    def publish(self, version: int, outcome: str = "applied") -> None:
+    def publish(self, version: int, outcome: str = "applied", paused_s: float | None = 0.004) -> None:
         self.write(
             events.WeightsPublished,
             version - 0.1,
@@ -95,7 +95,7 @@ class WrittenRun:
             pause_s=0.005,
             first_token_s=0.001,
             total_s=0.1,
-            paused_s={SERVER: 0.004},
+            paused_s={} if paused_s is None else {SERVER: paused_s},
             outcomes={SERVER: outcome},
         )
 

@@ -58,6 +58,17 @@ def test_a_run_is_shown_as_its_events_say(tmp_path: Path) -> None:
     assert sum(seen["rates"]["tokens"][SERVER]) * width == pytest.approx(90, rel=0.01)
 
 
+def test_the_time_that_a_server_was_paused_is_missing_unless_it_reports_timings(tmp_path: Path) -> None:
+    written = WrittenRun(tmp_path)
+    written.began()
+    written.publish(1, paused_s=None)
+    (server,) = views.overview(folded(tmp_path), [])["servers"]
+    assert server["paused_s"] is None
+    written.publish(2)
+    (server,) = views.overview(folded(tmp_path), [])["servers"]
+    assert server["paused_s"] == 0.004
+
+
 def test_a_timeline_has_a_lane_for_each_server_rank_and_the_publishes(tmp_path: Path) -> None:
     a_run(tmp_path)
     lanes = views.timeline(folded(tmp_path), 0.0, 4.0, 800)["lanes"]

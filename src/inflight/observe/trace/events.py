@@ -168,7 +168,7 @@ class WeightsPublished(Event):
     total_s: float
     """Duration of the publish as measured by the publisher."""
     paused_s: dict[str, float]
-    """How long each server was paused."""
+    """How long each server that reports timings was paused."""
     outcomes: dict[str, str]
     """Outcome for each endpoint: a value of `inflight.types.EndpointOutcome`."""
 

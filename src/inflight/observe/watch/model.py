@@ -273,7 +273,8 @@ class RunModel:
         for name, outcome in event["outcomes"].items():
             server = self.servers.working(name, end_s) if outcome == "applied" else self.servers.at(name)
             server["outcome"] = outcome
-            server["paused_s"] += event["paused_s"].get(name, 0.0)
+            if (paused_s := event["paused_s"].get(name)) is not None:
+                server["paused_s"] = (server["paused_s"] or 0.0) + paused_s
             if outcome == "applied":
                 server["version"] = event["version"]
             else:

@@ -29,7 +29,7 @@ class ServerStates:
                 "num_requests": 0,
                 "num_errors": 0,
                 "num_tokens": 0,
-                "paused_s": 0.0,
+                "paused_s": None,
                 "last_s": None,
                 "outcome": None,
                 "history": deque(maxlen=_NUM_STATES),

@@ -108,9 +108,11 @@ class Progress:
             f"{summary['version']} steps, {summary['num_samples']} completions, "
             f"{summary['trained_tokens_per_s']:.0f} trained tokens/s"
         )
+        paused = summary["paused_share"]
         self.note(
             f"{100 * summary['share_with_two_or_more_versions']:.0f} % of the completions were sampled from two or "
-            f"more versions of the weights; servers were paused {100 * summary['paused_share']:.2f} % of the time"
+            "more versions of the weights"
+            f"{'' if paused is None else f'; servers were paused {_percent(paused)} of the time'}"
         )
         if dropped := summary["ledger"]["dropped"]:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
@@ -131,7 +133,7 @@ class Progress:
             ("lag", f"{row['lag_mean']:.1f} (max {row['lag_max']})"),
             ("ESS", _number(row.get("effective_sample_size"), ".3f")),
             ("tokens/s", f"{row['completion_tokens_per_s']:.0f} sampled, {row['trained_tokens_per_s']:.0f} trained"),
-            ("paused", f"{100 * row['paused_share']:.2f} %"),
+            ("paused", _percent(row["paused_share"])),
             *([] if accepted is None else [("accepted", f"{accepted:.1f} tokens per draft")]),
             ("length", _number(row["completion_length"], ".0f")),
             ("time", f"{row['time_s']:.0f} s"),
@@ -148,3 +150,7 @@ class Progress:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"

@@ -40,7 +40,7 @@ class _Counts(BaseModel):
     num_trained_tokens: int = 0
     num_completion_tokens: int = 0
     paused_s: dict[str, float] = {}
-    """Seconds paused, by endpoint."""
+    """Seconds paused, by endpoint; endpoints that report no timings are missing."""
     lags: Counter[int] = Counter()
     """Number of trained tokens by lag."""
     ages: Counter[int] = Counter()
@@ -173,14 +173,17 @@ class Journal:
             self._counts.paused_s[name] = self._counts.paused_s.get(name, 0.0) + paused_s
 
     def _totals(self) -> dict[str, Any]:
-        """Return the totals so far; the paused share is averaged over the endpoints."""
+        """Return the totals so far.
+
+        The paused share is the mean over the endpoints that report timings, or None if none has reported any.
+        """
         counts, elapsed_s = self._counts, max(1e-9, self.elapsed_s())
         return {
             "num_samples": counts.num_samples,
             "num_trained_tokens": counts.num_trained_tokens,
             "trained_tokens_per_s": counts.num_trained_tokens / elapsed_s,
             "completion_tokens_per_s": counts.num_completion_tokens / elapsed_s,
-            "paused_share": statistics.fmean(counts.paused_s.values()) / elapsed_s if counts.paused_s else 0.0,
+            "paused_share": statistics.fmean(counts.paused_s.values()) / elapsed_s if counts.paused_s else None,
         }
 
     def step(
