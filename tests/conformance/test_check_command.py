@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from inflight.cli import main
 from inflight.commands.check import add_arguments, target_of
+from inflight.conformance.checks import LEVELS, Kind
+from inflight.conformance.child import checks_of
 from inflight.conformance.report.files import certificate_json
 from inflight.conformance.targets import EndpointTarget, TransportTarget, WorkerTarget
 from inflight.errors import ConfigError
@@ -220,3 +222,23 @@ print([name for name in ("torch", "numpy", "transformers") if name in sys.module
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert answer.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("kind", ["endpoint", "worker", "transport"])
+def test_the_levels_of_each_kind_are_those_of_its_checks(kind: Kind) -> None:
+    assert tuple(dict.fromkeys(check.level for check in checks_of(kind))) == LEVELS[kind]
+
+
+@pytest.mark.parametrize("words", [["--level"], ["--level", "nope"], ["--level", "--list"]])
+def test_a_level_that_is_missing_or_unknown_is_answered_with_those_that_exist(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(capsys, "transport", "gloo", *words)
+    assert said.startswith("inflight: no such level: nope" if "nope" in words else "inflight: --level needs a name")
+    assert said.endswith("; the levels of transport checks are group, bytes, failures, abort\n")
+
+
+def test_the_help_lists_the_levels(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["check", "transport", "--help"])
+    assert "the levels are group, bytes, failures, abort" in " ".join(capsys.readouterr().out.split())

@@ -57,6 +57,14 @@ def test_the_endpoint_of_the_docs(endpoint, check):
         assert any(reason in verdict.message for reason in reasons), verdict.message
 
 
+@pytest.mark.parametrize("id", ["E-73", "E-75"])
+def test_why_images_are_not_checked_is_one_short_sentence(endpoint, id):
+    (check,) = [check for check in endpoint_checks() if check.id == id]
+    verdict = endpoint.run(check)
+    assert verdict.outcome is CheckOutcome.SKIPPED
+    assert verdict.message == "no endpoint with a model that accepts images could be opened"
+
+
 def test_what_the_server_cannot_do_is_said(endpoint):
     (check,) = [check for check in endpoint_checks() if check.id == "E-22"]
     verdict = endpoint.run(check)

@@ -16,7 +16,7 @@ from inflight.base.transport_registry import find_transport
 from inflight.commands import check_fleet, check_parity
 from inflight.commands.shared import add_deadline_scale, packages_of_extra, require_positive
 from inflight.conformance.arguments import add_endpoint_arguments, endpoint_of, worker_factory
-from inflight.conformance.checks import Check, select
+from inflight.conformance.checks import LEVELS, Check, Kind, require_levels, select
 from inflight.conformance.compare import compare, comparison_text
 from inflight.conformance.expected import load_expected
 from inflight.conformance.report.files import REPORTS, read_certificate, write_reports
@@ -38,15 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead, show the differences between two certificates; exit status 1 if a check regressed",
     )
     kinds = parser.add_subparsers(dest="kind", metavar="KIND")
-    shared = _shared_arguments()
-
     endpoint = kinds.add_parser(
-        "endpoint", parents=[shared], help="check an inference server, or an engine in this process"
+        "endpoint",
+        parents=[_shared_arguments("endpoint")],
+        help="check an inference server, or an engine in this process",
     )
     add_endpoint_arguments(endpoint)
 
     worker = kinds.add_parser(
-        "worker", parents=[shared], help="check a trainer worker, on the ranks of torchrun if it started them"
+        "worker",
+        parents=[_shared_arguments("worker")],
+        help="check a trainer worker, on the ranks of torchrun if it started them",
     )
     worker.add_argument(
         "target", nargs="?", metavar="TARGET", help="module:attribute, or an installed worker such as fsdp"
@@ -61,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     worker.add_argument("--experts", action="store_true", help="use a mixture-of-experts model for the checks")
 
-    transport = kinds.add_parser("transport", parents=[shared], help="check a weight transport")
+    transport = kinds.add_parser("transport", parents=[_shared_arguments("transport")], help="check a weight transport")
     transport.add_argument(
         "target", nargs="?", metavar="TARGET", help="an installed transport such as gloo, or module:attribute"
     )
@@ -85,6 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.kind in ("fleet", "parity"):
         require_positive(arguments, "deadline_scale")
         return check_fleet.run(arguments) if arguments.kind == "fleet" else check_parity.run(arguments)
+    require_levels(arguments.kind, arguments.level)
     return _list(arguments) if arguments.list else _check(arguments)
 
 
@@ -116,7 +119,7 @@ def target_of(arguments: argparse.Namespace) -> Target:
     return TransportTarget(factory=arguments.target, options=options)
 
 
-def _shared_arguments() -> argparse.ArgumentParser:
+def _shared_arguments(kind: Kind) -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(
         "--option",
@@ -129,7 +132,13 @@ def _shared_arguments() -> argparse.ArgumentParser:
         "--check", action="append", default=[], metavar="ID", help="run only this check; may be repeated"
     )
     shared.add_argument(
-        "--level", action="append", default=[], metavar="NAME", help="run only this level; may be repeated"
+        "--level",
+        action="append",
+        nargs="?",
+        const="",
+        default=[],
+        metavar="NAME",
+        help=f"run only this level; may be repeated; the levels are {', '.join(LEVELS[kind])}",
     )
     shared.add_argument("--list", action="store_true", help="list the checks without running them")
     shared.add_argument(

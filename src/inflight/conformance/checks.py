@@ -15,7 +15,7 @@ requirement does not apply to the subject, it calls `skip`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial, update_wrapper
 from types import FunctionType, ModuleType
@@ -25,6 +25,16 @@ from inflight.errors import ConfigError
 
 Kind = Literal["endpoint", "worker", "transport"]
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+LEVELS: Mapping[Kind, tuple[str, ...]] = {
+    "endpoint": (
+        *("discovery", "tokens", "control", "memory", "weights", "sharded", "stores"),
+        *("versions", "caches", "partials", "faults", "http", "parity"),
+    ),
+    "worker": ("discovery", "forward", "packing", "gradient", "step", "gather", "sharded", "checkpoint", "lora"),
+    "transport": ("group", "bytes", "failures", "abort"),
+}
+"""The levels of each kind's checks, in their order."""
 
 
 class CheckFailed(Exception):  # noqa: N818 - an outcome, not an error
@@ -132,13 +142,21 @@ def skip(reason: str) -> NoReturn:
 
 
 def select(checks: Iterable[Check], ids: Iterable[str] = (), levels: Iterable[str] = ()) -> tuple[Check, ...]:
-    """Return the checks with these ids or levels, or all of them if neither is given. Raises `ConfigError`."""
+    """Return the checks with these ids or levels, or all of them if neither is given.
+
+    Raises `ConfigError` for an unknown id.
+    """
     known, ids, levels = tuple(checks), tuple(ids), tuple(levels)
     if unknown := sorted(set(ids) - {check.id for check in known}):
         raise ConfigError(f"no such check: {', '.join(unknown)}; ids run from {known[0].id} to {known[-1].id}")
-    if unknown := sorted(set(levels) - {check.level for check in known}):
-        names = ", ".join(dict.fromkeys(check.level for check in known))
-        raise ConfigError(f"no such level: {', '.join(unknown)}; the levels are {names}")
     if not ids and not levels:
         return known
     return tuple(check for check in known if check.id in ids or check.level in levels)
+
+
+def require_levels(kind: Kind, names: Iterable[str]) -> None:
+    """Raise `ConfigError`, which lists the levels of this kind, unless each of these names is one of them."""
+    for name in names:
+        if name not in LEVELS[kind]:
+            problem = f"no such level: {name}" if name else "--level needs a name"
+            raise ConfigError(f"{problem}; the levels of {kind} checks are {', '.join(LEVELS[kind])}")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.publishing import SteppedPublisher
@@ -74,6 +75,7 @@ async def _open_seeing(subject: EndpointSubject) -> _Seeing:
     """
     if reason := _NONE.get(subject.directory):
         skip(reason)
+    reference = None
     try:
         reference = ReferenceCheckpoint(make_seeing_model(subject.directory / "seeing"))
         endpoint = (await subject.fresh(reference.path)).endpoint
@@ -81,7 +83,9 @@ async def _open_seeing(subject: EndpointSubject) -> _Seeing:
     except Exception as error:  # packages may be missing, and a factory may raise anything for this model
         if subject.capabilities.images and not isinstance(error, ConfigError | UnsupportedError):
             raise
-        reason = f"no endpoint with a model that accepts images: {type(error).__name__}: {error}"
+        reason = "no endpoint with a model that accepts images could be opened"
+        if reference is None or subject.capabilities.images:  # otherwise the error only repeats that images are missing
+            reason += f": {shorten(str(error), 120)}"
         if not subject.capabilities.images:
             _NONE[subject.directory] = reason
         skip(reason)
