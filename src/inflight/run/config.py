@@ -129,11 +129,11 @@ class TaskSection(TaskSettings):
 class EvaluationSection(Section):
     """Problems of the task that the model answers greedily before the first step and after the last one.
 
-    Their indices are far from those of the items that are trained on.
+    The run does not train on them, unless the task has so few distinct problems that they recur.
     """
 
     num_items: int = Field(default=0, ge=0)
-    """Number of problems. With 0, there is no evaluation."""
+    """Number of problems; the same ones are answered both times. With 0, there is no evaluation."""
     num_shown: int = Field(default=3, ge=0)
     """Number of problems whose answers before and after training are printed at the end."""
 
@@ -248,7 +248,7 @@ class RolloutsSection(Section):
     """
 
     max_lag: int = Field(default=8, ge=0)
-    """The largest lag, in weight versions, of a token that is trained on."""
+    """The largest lag of a token that is trained on: the trainer's weight version minus the version that sampled it."""
     burst: int = Field(default=1, ge=1)
     """Once enough groups are in flight, new ones are offered only when there is room for this many. If a step has only
     one or two groups, set this to several: an engine is more efficient when it samples several groups at a time, and
@@ -264,13 +264,11 @@ class RolloutsSection(Section):
     staleness_params: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the staleness policy."""
     min_ess: float | None = Field(default=None, gt=0, le=1)
-    """The smallest acceptable effective sample size of a step, as a share of its tokens.
-
-    If not set, there is no limit.
-    """
+    """The minimum effective sample size of a step, as a share of its trained tokens (1 if all importance ratios are
+    equal). ``on_low_ess`` decides what happens after a step below it. If not set, there is no minimum."""
     on_low_ess: Literal["wait", "stop"] = "wait"
-    """What to do after a step below ``min_ess``: with ``wait``, the next step uses only tokens that were sampled
-    afterwards; ``stop`` ends the run.
+    """What happens after a step below ``min_ess``: with ``wait``, the next step uses only tokens that were sampled
+    after it; ``stop`` ends the run.
     """
     credit: Credit = "episode"
     """How the rewards of an environment become advantages of tokens: see `inflight.rollouts.credit`."""

@@ -351,22 +351,27 @@ class UpdateTimings(WireModel):
 
 
 class WeightVersion(WireModel):
-    """The weights that an endpoint serves. ``run_id`` is None while it serves the checkpoint it was started from."""
+    """The weights that an endpoint serves, and the state of its updates."""
 
     state: EndpointState
     version: Natural
+    """Version of the served weights; 0 if they are those of the checkpoint that the endpoint was started from."""
     run_id: str | None = None
+    """Run that published the served version; None while the endpoint serves its checkpoint."""
     session_id: str = ""
     """Session that sent the served version; empty if the session had no id or has been forgotten."""
     owner_run_id: str | None = None
-    """Run whose updates are accepted now, or were accepted most recently."""
+    """Run whose updates the endpoint accepts, or accepted most recently."""
     incarnation: Natural = 0
-    """Highest incarnation of that run that the endpoint has seen."""
+    """Highest incarnation of ``owner_run_id`` that the endpoint has seen."""
     incarnations: dict[str, Natural] = Field(default_factory=dict)
     """Highest incarnation of each of the runs that called most recently, so that a run that returns after another one
     can begin a higher incarnation."""
     kept: UpdateRef | None = None
     """Update whose weights were kept as the base of a delta."""
     updating_to: Natural | None = None
+    """Version of the open update; None if there is none."""
     num_running: Natural = 0
+    """Number of sequences that are being sampled."""
     last_update: UpdateTimings | None = None
+    """Durations of the last committed update; None if there was none or they were not measured."""

@@ -233,8 +233,8 @@ async def restart_from_disk(subject: EndpointSubject) -> None:
     "done, how long an update waits for running requests"
 )
 async def soak(subject: EndpointSubject) -> None:
-    """Two hundred updates follow each other under load, or as many as fit into half a minute but at least 20, and every
-    update changes what is sampled next."""
+    """While requests run, up to two hundred updates follow one another (as many as half a minute allows, but at least
+    20), and each changes what is sampled next."""
     reference, prompt = subject.reference, subject.prompt()
     factors = (2.0, 0.5, -1.0, 1.0)
     cycle = [reference.with_final_norm(factor, f"A times {factor:g}") for factor in factors]

@@ -117,7 +117,7 @@ def every_receiver_gets_every_byte(t: TransportSubject) -> None:
 
 @check("T-15", look_at="send: return only when the bytes have left; receive: use its own memory")
 def a_sent_tensor_may_change(t: TransportSubject) -> None:
-    """Once send has returned, the sent tensors may change without affecting what is received."""
+    """Once send has returned, changes to the sent tensors do not affect what is received."""
     (receiver,) = t.form()
     wrong = {}
     for size in (16, 1 << 20):
