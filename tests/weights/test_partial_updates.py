@@ -314,7 +314,7 @@ def test_loras_that_are_no_sum_of_weights_are_refused(model_dir: Path) -> None:
         LoraWeights(model(), alpha=3.0)
     trained = model()
     trained.lm_head.weight.requires_grad_(True)
-    with pytest.raises(UnsupportedError, match=r"other parameters train.*lm_head"):
+    with pytest.raises(UnsupportedError, match=r"other parameters are trainable.*lm_head"):
         LoraWeights(trained, alpha=2.0)
     dora = model()
     dora.model.layers[0].self_attn.v_proj.lora_magnitude_vector = torch.nn.ModuleDict({"default": torch.nn.Identity()})

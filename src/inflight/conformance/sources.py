@@ -1,12 +1,12 @@
-"""The digest of the sources that a certificate depends on: an adapter whose sources are unchanged needs no new
-certificate.
+"""The digest of the sources that a certificate depends on. While it is unchanged, no new certificate is needed.
 
     python -m inflight.conformance.sources CERTIFICATE.json
 
-ends with status 0 if the certificate conforms and was made with the installed sources, and with status 1 otherwise. The
-sources are the adapter's package and the modules of inflight that it and the checks of its kind import, directly or
-indirectly, as syntax trees of this Python release: docstrings and comments do not count. The release of the engine and
-the file of expected failures are not included.
+exits with status 0 if the certificate conforms and was made with the installed sources, and with status 1 otherwise.
+
+The sources are the adapter's package, and the modules of inflight that this package and the checks of its kind import,
+directly or indirectly. They enter the digest as syntax trees of this Python release, so docstrings and comments do not
+count. The release of the engine and the file of expected failures are not included.
 """
 
 from __future__ import annotations
@@ -30,25 +30,24 @@ from inflight.wire import PROTOCOL_VERSION
 _INFLIGHT = Path(__file__).parents[1]
 _KINDS = {"endpoint", "transport", "worker"}
 _OF_ALL = ("inflight.conformance.suite", "inflight.weights.transports.installed")
-"""The module where checks begin, and a module that is found by its entry point."""
+"""Modules from which imports are followed for every kind: the one that runs checks, and one named by entry points."""
 _OF_ENDPOINTS = ("inflight.engines.serving",)
-"""The module that ``inflight serve --engine`` runs."""
+"""Modules from which imports are also followed for endpoints: the one that ``inflight serve --engine`` runs."""
 _NOT_FOLLOWED = ("inflight", "inflight.conformance.sources")
-"""Modules whose imports are not followed: only the first one's version is used, and the second affects no verdict."""
+"""Modules that are not included: of the first, only the version is used, and the second affects no verdict."""
 
 
 class _Module(NamedTuple):
     digest: str
     """SHA-256 of the module's syntax tree without docstrings."""
     imports: tuple[tuple[str, str], ...]
-    """Pairs of a module and a name, which is empty if the module itself is imported. Imports for type checkers are left
-    out."""
+    """Imports at run time, each as a module and a name; the name is empty if the module itself is imported."""
 
 
 def digest(kind: str, target: str, implementation: str) -> str:
-    """Return the SHA-256 of the sources of a target of this kind whose implementation has this name.
+    """Return the SHA-256 of the sources of a target of this kind, whose implementation has this name, in hexadecimal.
 
-    The result is empty if the package is unknown, for example if another project's server runs behind a URL.
+    The result is empty if the package is unknown, for example if the target is the URL of another project's server.
     """
     package = _package(target, implementation)
     if package is None:
@@ -66,7 +65,7 @@ def digest(kind: str, target: str, implementation: str) -> str:
 
 
 def is_current(certificate: Certificate) -> bool:
-    """Return whether a certificate is complete, conforms to this protocol version and was made with the installed
+    """Return whether a certificate is complete, conforms to this protocol version, and was made with the installed
     sources."""
     is_good = certificate.conforms and not certificate.left_out and certificate.protocol_version == PROTOCOL_VERSION
     return (
@@ -76,7 +75,7 @@ def is_current(certificate: Certificate) -> bool:
 
 
 def _package(target: str, implementation: str) -> Path | None:
-    """Return the directory of an adapter's package, or the file of its module."""
+    """Return the directory of the adapter's package, the file of a single module, or None if it is unknown."""
     engines = {name: entry.value for name, entry in find_entry_points("engines").items()}
     reference = engines.get(implementation, target)
     if not re.fullmatch(r"[\w.]+:[\w.]+", reference):
@@ -99,8 +98,8 @@ def _beginning(kind: str) -> list[Path]:
 def _follow_imports(begin: set[Path], others: set[Path]) -> set[Path]:
     """Return these files and those of inflight that they import, directly or indirectly.
 
-    ``others`` are the directories with the checks of other kinds. Imports of them by the modules that all kinds share
-    are not followed.
+    ``others`` are the directories with the checks of other kinds. If a module of the kit that all kinds share imports
+    from them, the import is not followed.
     """
     found, left = set(begin), list(begin)
     while left:
@@ -115,9 +114,9 @@ def _follow_imports(begin: set[Path], others: set[Path]) -> set[Path]:
 
 
 def _resolve_import(module: str, name: str) -> Path | None:
-    """Return the file that this import refers to.
+    """Return the file of the module that defines what is imported, also if a package re-exports it.
 
-    If a package re-exports the name, this is the file of the defining module.
+    The result is None for modules outside inflight.
     """
     path = _file(f"{module}.{name}") if name else None
     if path is not None or (path := _file(module)) is None or path.name != "__init__.py":
@@ -153,7 +152,7 @@ def _module(source: bytes) -> _Module:
 
 
 def _runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a syntax tree except those that only type checkers see."""
+    """Yield the nodes of a syntax tree, except those under ``if TYPE_CHECKING``."""
     for part in ast.iter_child_nodes(node):
         if not (isinstance(part, ast.If) and isinstance(part.test, ast.Name) and part.test.id == "TYPE_CHECKING"):
             yield part
@@ -165,7 +164,7 @@ def _is_text(part: ast.AST) -> bool:
 
 
 def main(path: Path) -> int:
-    """Print whether the certificate in a file holds for the installed sources; return the exit status."""
+    """Print whether `is_current` is true for the certificate in a file, and return the exit status."""
     try:
         holds = is_current(read_certificate(path))
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""Images in prompts: decoding them, placing them among tokens, and processing them with the model's own processor.
+"""Images in prompts: decoding them, placing them among tokens, and preprocessing them with the model's own processor.
 
-A model of a supported family replaces each placeholder token with one feature of an image, and every token takes one
-position. torch is imported only when a processor is loaded.
+A model of a supported family replaces each placeholder token with one feature of an image, and every token occupies one
+position. This module imports torch and transformers only when they are used.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     import torch
 
 FAMILIES = ("llava",)
-"""The supported values of ``model_type``: their features replace placeholders, and each token takes one position."""
+"""The supported values of ``model_type``: image features replace placeholders, and each token occupies one position."""
 
 _TOWERS = ("siglip_vision_model", "clip_vision_model")
 """The supported vision towers, which produce the same number of features for every image."""
 _MAX_PIXELS = 1 << 24
-"""The largest image that is decoded: a few kilobytes can expand to gigabytes."""
+"""Images with more pixels are refused, because a file of a few kilobytes can expand to gigabytes."""
 _NUM_CACHED = 64
-"""Number of images whose tensors are kept, because the completions of a group share them."""
+"""Number of images whose tensors are cached, because the completions of a group share them."""
 
 
 def takes_images(config: Any) -> bool:
@@ -50,7 +50,7 @@ def check_family(config: Any) -> None:
 
 
 def image_url_of(image: Any) -> str:
-    """Return a Pillow image as a data URL that contains a PNG file."""
+    """Return a data URL that contains a Pillow image as a PNG file."""
     content = io.BytesIO()
     image.save(content, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
@@ -59,7 +59,7 @@ def image_url_of(image: Any) -> str:
 def decoded(url: ImageUrl) -> Any:
     """Return the image in a data URL as a Pillow image in RGB.
 
-    Raises `InvalidRequestError` if it cannot be decoded.
+    Raises `InvalidRequestError` if it cannot be decoded or has too many pixels, and `ConfigError` without Pillow.
     """
     try:
         from PIL import Image
@@ -76,10 +76,10 @@ def decoded(url: ImageUrl) -> Any:
 
 
 class ImageProcessor:
-    """Processes the images for one model with the model's own processor from transformers.
+    """Prepares images for one model with the processor that transformers loads for it.
 
     Clients use it to place images among token ids; engines and trainers use it to compute the inputs of the vision
-    tower.
+    tower. Raises `UnsupportedError` for an unsupported family.
     """
 
     def __init__(self, processor: Any, config: Any) -> None:
@@ -90,14 +90,14 @@ class ImageProcessor:
         self._made = lru_cache(maxsize=_NUM_CACHED)(self._make)
 
     def num_tokens(self, url: ImageUrl) -> int:
-        """Return how many placeholder tokens an image fills.
+        """Return the number of placeholder tokens that an image fills.
 
         Raises `InvalidRequestError` if the image cannot be decoded.
         """
         return self._made(url)[0]
 
     def tensors(self, urls: Iterable[ImageUrl]) -> dict[str, torch.Tensor]:
-        """Return the vision tower's inputs for one or several images, concatenated along the first dimension."""
+        """Return the vision tower's inputs for at least one image, concatenated along the first dimension."""
         import torch
 
         made = [self._made(url)[1] for url in urls]
@@ -106,10 +106,10 @@ class ImageProcessor:
     def placed(
         self, token_ids: Sequence[int], urls: Sequence[ImageUrl], start: int = 0
     ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
-        """Return rendered tokens with each image's placeholder repeated as often as needed, and the placed images.
+        """Return the tokens of a rendered chat with each placeholder repeated once per feature, and the placed images.
 
-        ``start`` is the number of tokens that precede these. Raises `InvalidRequestError` unless the rendered tokens
-        have one placeholder for each image.
+        ``token_ids`` has one placeholder for each image, otherwise this raises `InvalidRequestError`. ``start`` is the
+        number of prompt tokens that precede them.
         """
         num_found = sum(token_id == self.placeholder_id for token_id in token_ids)
         if num_found != len(urls):
@@ -130,7 +130,7 @@ class ImageProcessor:
         return tuple(placed), tuple(images)
 
     def check(self, token_ids: Sequence[int], images: Iterable[PromptImage]) -> None:
-        """Raise `InvalidRequestError` unless each image fills exactly the placeholders that it states."""
+        """Raise `InvalidRequestError` unless the tokens of each image are as many placeholders as the model needs."""
         for index, image in enumerate(images):
             needed = self.num_tokens(image.url)
             if image.num_tokens != needed:
@@ -152,9 +152,9 @@ class ImageProcessor:
 
 
 def load_image_processor(path: Path) -> ImageProcessor | None:
-    """Return the processor of a model directory, or None if its ``config.json`` names no vision tower.
+    """Return the processor of a model directory, or None if its ``config.json`` has no vision tower or cannot be read.
 
-    Raises `ConfigError` if the processor cannot be loaded.
+    Raises `ConfigError` if the processor cannot be loaded, and `UnsupportedError` for an unsupported family.
     """
     try:
         if not json.loads((path / "config.json").read_text()).get("vision_config"):
@@ -172,7 +172,7 @@ def load_image_processor(path: Path) -> ImageProcessor | None:
 
 
 def as_parts(message: Message) -> Message:
-    """Return a message with its content as a list of parts, as the chat templates of models with images expect it.
+    """Return a message whose content is a list of parts, as chat templates of models with images expect.
 
     Raises `InvalidRequestError` for a part that is neither text nor an image.
     """
@@ -184,7 +184,7 @@ def as_parts(message: Message) -> Message:
 
 
 def text_of(message: Message) -> str | None:
-    """Return the content of a message without images as one string, for templates that do not support parts."""
+    """Return the text of a message without images as one string, for chat templates that do not support parts."""
     content = message.get("content")
     return content if isinstance(content, str | None) else "".join(part["text"] for part in content)
 

@@ -1,6 +1,6 @@
-"""Injects faults into calls: endpoints seem to be behind a network that loses, repeats and reorders calls.
+"""Injects faults into calls, as if a network between a trainer and its endpoints lost, repeated and reordered them.
 
-The endpoint implements the contract's Protocol, so the library cannot distinguish it from a real endpoint.
+`FaultyEndpoint` implements the contract's Protocol, so that the library uses it like any other endpoint.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ from inflight.wire import (
 T = TypeVar("T")
 
 _LATE_S = 6.0
-"""For how many seconds the end of a schedule waits for late calls."""
+"""For how many seconds `Faults.flush` waits for late calls."""
 
 
 class Faults:
-    """The state of a running plan: pending faults, injected faults, and late calls. Several threads use it.
+    """The state of a fault plan while it is executed: pending and injected faults, and late calls.
 
-    While faults are injected, leases are at most ``lease_s``, so that no schedule waits for the library's own leases.
+    Several threads use it. Until `stop`, updates request leases of at most ``lease_s``, so that no schedule waits for
+    the longer leases of the library. With ``cancel_arrives``, cancelling a caller also cancels its call at the server.
     """
 
     def __init__(self, plan: FaultPlan, testbed: Testbed, lease_s: float, *, cancel_arrives: bool) -> None:
@@ -58,27 +59,26 @@ class Faults:
         """Calls that servers should have refused but accepted."""
         self.take_over = threading.Event()
         self.replaced = threading.Event()
-        """Set once a trainer that died has a successor; ranks that are waiting for it then resume."""
+        """Set once a trainer that died has a successor, for which its other ranks wait."""
         self.proxied = {f.endpoint for f in plan.faults if f.kind in (Kind.CUT, Kind.CORRUPT)}
         self.proxies: dict[tuple[int, int], TcpProxy] = {}
         self.aborted: set[TestedServer] = set()
         """Servers that received an update with the policy ``abort``."""
         self.over: set[tuple[TestedServer, int, UpdateRef]] = set()
-        """Sessions that have ended in a server process. Their calls must have no further effect."""
+        """Sessions that have ended, each with the server and its process. Their late calls must have no effect."""
         self.incarnations: dict[tuple[TestedServer, int], int] = {}
-        """The highest incarnation that has joined each server process."""
+        """The highest incarnation of the run that has joined each server process."""
         self._lock = threading.Lock()
         self._pending = list(plan.faults)
         self._counts: Counter[tuple[int, UpdateStep, int]] = Counter()
         self._num_calls: Counter[TestedServer] = Counter()
         self._late: list[tuple[TestedServer, Call[Any], int]] = []
-        """Late calls: the server, the call, and the number of calls that the server must have received before it
-        arrives."""
+        """Late calls: the server, the call, and the total number of calls to the server after which it arrives."""
         self.arriving: list[Future[Any]] = []
         """Calls that `flush` waits for."""
 
     def due(self, endpoint: int, step: UpdateStep, bucket: int = 0) -> Fault | None:
-        """Count one call and return the fault to inject into it, if any."""
+        """Count one call and return the fault to inject into it, or None."""
         with self._lock:
             key = (endpoint, step, bucket)
             occurrence = self._counts[key]
@@ -94,12 +94,14 @@ class Faults:
         return None
 
     def stop(self) -> None:
+        """Inject no further faults, and stop limiting leases."""
         with self._lock:
             self._pending = []
             self.lease_s = float("inf")
         self.replaced.set()
 
     def postpone(self, server: TestedServer, call: Call[Any], num_calls: int) -> None:
+        """Deliver ``call`` after ``num_calls`` more calls to ``server``."""
         with self._lock:
             self._late.append((server, call, self._num_calls[server] + num_calls))
 
@@ -110,7 +112,7 @@ class Faults:
         self._let_arrive(lambda late, at: self._num_calls[late] >= at)
 
     def flush(self) -> None:
-        """Deliver every remaining late call, and wait until all of them have ended."""
+        """Deliver every remaining late call, and wait until all have ended; cancel those that take too long."""
         self._let_arrive(lambda *_: True)
         deadline = time.monotonic() + _LATE_S * self.testbed.scale
         for future in self.arriving:
@@ -132,9 +134,9 @@ async def _ignore_errors(call: Awaitable[Any]) -> None:
 
 
 class FaultyEndpoint(InferenceEndpoint):
-    """Server number ``index``, as one trainer or client sees it.
+    """Server number ``index`` as one caller, a trainer or a client, reaches it, with faults injected into the calls.
 
-    Once ``is_dead`` is set, that caller makes no more calls.
+    Once ``is_dead`` is set, the caller is dead: all of its calls raise `UnreachableError`.
     """
 
     def __init__(self, server: TestedServer, index: int, faults: Faults, is_dead: threading.Event) -> None:
@@ -206,7 +208,7 @@ class FaultyEndpoint(InferenceEndpoint):
         self._faults.problems.append(f"{self.name}: {problem}")
 
     def _recording_end(self, ref: UpdateRef, call: Call[T]) -> Call[T]:
-        """Wrap a call so that it records the end of the session when it succeeds."""
+        """Return a call that also records the end of the session if it succeeds."""
 
         async def ending(endpoint: InferenceEndpoint) -> T:
             process = self._process
@@ -283,7 +285,7 @@ class FaultyEndpoint(InferenceEndpoint):
         return await self._run_in_loop(self.server.deliver(call))
 
     async def _run_in_loop(self, call: Coroutine[Any, Any, T]) -> T:
-        """Make a call in the servers' loop. If ``cancel_arrives`` is set, it is cancelled when its caller is."""
+        """Return the result of a call in the servers' event loop. See ``cancel_arrives`` of `Faults`."""
         future = asyncio.wrap_future(self._faults.testbed.loop.start(call))
         if self._faults.cancel_arrives:
             return await future

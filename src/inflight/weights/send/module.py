@@ -1,4 +1,4 @@
-"""The weights of a plain module, or its LoRA, as a source of publishes for training loops without a `TrainerWorker`."""
+"""The weights of a `torch.nn.Module`, or of its LoRA, as a `WeightSource` for loops without a `TrainerWorker`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from inflight.wire import DTYPE_SIZES, BucketSpec, LoraSpec, TensorSpec
 
 
 class ModuleWeights(PartialWeightSource):
-    """The weights of a module of which every rank has a full copy.
+    """The weights of a module of which every rank holds a full copy.
 
-    The owner sets ``version``, adding one after each optimizer step. No copy of the weights is kept. If weights are
-    cast, two buffers of the size of a bucket are kept. Names are those that ``save_pretrained`` writes: the prefixes of
-    DDP, accelerate and torch.compile are removed, and tied weights appear once. Endpoints refuse a model if the tensors
-    in its checkpoints differ from those of its module (as for transformers' mixtures of experts).
+    The training loop sets ``version``: it adds one after each optimizer step. The object keeps no copy of the weights,
+    only two buffers of the size of a bucket if weights are cast. Tensors have the names that ``save_pretrained``
+    writes: the prefixes of DDP, accelerate and torch.compile are removed, and tied weights appear once. Endpoints
+    refuse a model whose checkpoint has other tensors than its module, such as transformers' mixtures of experts.
 
     ``wire_dtype`` (a key of `DTYPE_SIZES`) is the dtype to which weights are cast for the transfer, such as the
     ``dtype`` of an endpoint's capabilities; None keeps the dtype of each weight. Raises `ConfigError` for an unknown
     dtype.
 
-    ``skip_frozen`` omits parameters that do not require gradients, and buffers. Endpoints must then support partial
-    updates. A parameter that has been sent once is always sent again, even if it is frozen later.
+    ``skip_frozen`` omits buffers, and parameters that do not require gradients. Endpoints must then support partial
+    updates. A parameter that has been sent once is sent in every later update, even if it is frozen by then.
     """
 
     version: int = 0
@@ -57,9 +57,9 @@ class ModuleWeights(PartialWeightSource):
         self._trained: set[str] = set()
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Return the specs of the weights. Raises `UnsupportedError` for sharded or quantised weights.
+        """Return the specs of the weights that are sent.
 
-        Raises `ConfigError` if frozen weights are skipped and all weights are frozen.
+        Raises `UnsupportedError` for sharded or quantised weights, and `ConfigError` if ``skip_frozen`` leaves none.
         """
         sent = self._published_tensors()
         if not sent:
@@ -69,12 +69,15 @@ class ModuleWeights(PartialWeightSource):
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in sent.items()]
 
     def frozen_names(self) -> Sequence[str]:
-        """The names of the frozen parameters that are skipped; empty unless ``skip_frozen`` is set."""
+        """Return the names of the weights that are omitted; empty unless ``skip_frozen`` is set."""
         sent = self._published_tensors()
         return [name for name in named_tensors(self._module) if name not in sent]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield the weights, without communication. Weights that are not cast share the module's memory."""
+        """Yield the buckets without communication; only those of rank 0 hold tensors.
+
+        Weights that are not cast share the module's memory.
+        """
         named = list(self._published_tensors().items())
         return gather_named(named, self._wire_dtype, buckets, self._packer, is_sender=self.rank == 0)
 
@@ -93,7 +96,7 @@ def check_wire_dtype(wire_dtype: str | None) -> None:
 
 
 def tensor_spec(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> TensorSpec:
-    """Return the spec with which a tensor is sent. Raises `UnsupportedError` for a sharded or quantised tensor."""
+    """Return the spec under which a tensor is sent. Raises `UnsupportedError` for a sharded or quantised tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if isinstance(tensor, DTensor):
         raise UnsupportedError(
@@ -115,10 +118,9 @@ def gather_named(
 ) -> Iterator[WeightBucket]:
     """Yield whole tensors bucket by bucket, as `WeightSource.gather_weights` does.
 
-    Only the sender's buckets hold tensors.
-
-    A bucket whose tensors all have their wire dtypes holds the module's own tensors. The tensors of other buckets are
-    cast into memory of ``packer``, which the caller keeps from one gathering to the next.
+    Only the sender's buckets hold tensors. If no tensor of a bucket has to be cast, the bucket holds the tensors in
+    ``named`` themselves. Otherwise all of them are copied into memory of ``packer``, which the caller passes to every
+    gathering.
     """
     size_bytes = max((bucket.size_bytes for bucket in buckets), default=0)
     for bucket in buckets:
@@ -137,7 +139,7 @@ def gather_named(
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside any wrappers that add prefixes to the names of its parameters."""
+    """Return the module inside the wrappers of DDP, `torch.nn.DataParallel` and torch.compile."""
     inner: Any = module
     while True:
         if isinstance(inner, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
@@ -149,7 +151,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by their checkpoint names; tied ones appear once."""
+    """Return parameters and persistent buffers by their checkpoint names. Tied ones appear once."""
     derived = getattr(module, "all_tied_weights_keys", {})  # of transformers: names that its checkpoints leave out
     names: dict[int, str] = {}
     state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
@@ -160,17 +162,18 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class LoraWeights(LoraSource):
-    """The LoRA of a module of which every rank has a full copy.
+    """The LoRA of a module of which every rank holds a full copy.
 
     ``module`` is a PEFT model, or any module whose adapted layers have ``lora_A`` [r, in] and ``lora_B`` [out, r]:
     parameters, linear layers without bias, or, as in PEFT, dicts of these by ``lora_name``. ``alpha`` and ``rslora``
-    determine the scale; None takes them from the LoRA's PEFT config, where rslora defaults to False. The owner sets
-    ``version``, adding one after each optimizer step. ``wire_dtype`` has the same meaning as for `ModuleWeights`.
+    determine the scale, as in `LoraSpec`; None means the value in the LoRA's PEFT config, and False for ``rslora`` if
+    there is no such config. The training loop sets ``version``, and ``wire_dtype`` has the same meaning, as for
+    `ModuleWeights`.
 
-    Endpoints add the LoRA to the weights of their last complete update, or of their checkpoint. Raises `ConfigError` if
-    the module has no such layers or ``alpha`` is not known. Raises `UnsupportedError` for ranks or scales that differ
-    between layers, for other trainable parameters, and for adapters that are not simply added to a weight matrix (DoRA,
-    embeddings).
+    Endpoints add the LoRA to the weights of their last update that was not a LoRA, or of their checkpoint. Raises
+    `ConfigError` if the module has no such layers or ``alpha`` is not known. Raises `UnsupportedError` for ranks or
+    scales that differ between layers, for other trainable parameters, and for adapters that are not simply added to a
+    weight matrix (DoRA, embeddings).
     """
 
     version: int = 0
@@ -216,11 +219,11 @@ class LoraWeights(LoraSource):
         return self._spec
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Return the specs, with the names that PEFT uses in files."""
+        """Return the specs of all A and B, under the names that PEFT writes to files."""
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in self._named()]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield the tensors, without communication. The tensors of a bucket are adjacent in memory."""
+        """Yield the buckets without communication; only those of rank 0 hold tensors."""
         return gather_named(self._named(), self._wire_dtype, buckets, self._packer, is_sender=self.rank == 0)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
@@ -263,7 +266,7 @@ class LoraWeights(LoraSource):
         others = [n for n, t in named_tensors(self._module).items() if t.requires_grad and id(t) not in mine]
         if others:
             raise UnsupportedError(
-                f"{len(others)} other parameters train, and publishing the LoRA would leave them out: {others[:5]}"
+                f"{len(others)} other parameters are trainable, but publishing the LoRA would omit them: {others[:5]}"
             )
 
 
