@@ -59,7 +59,7 @@ class ModuleWeights(PartialWeightSource):
     def parameter_specs(self) -> Sequence[TensorSpec]:
         """Return the specs of the weights that are sent.
 
-        Raises `UnsupportedError` for sharded or quantised weights, and `ConfigError` if ``skip_frozen`` leaves none.
+        Raises `UnsupportedError` for sharded or quantized weights, and `ConfigError` if ``skip_frozen`` leaves none.
         """
         sent = self._published_tensors()
         if not sent:
@@ -96,7 +96,7 @@ def check_wire_dtype(wire_dtype: str | None) -> None:
 
 
 def tensor_spec(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> TensorSpec:
-    """Return the spec under which a tensor is sent. Raises `UnsupportedError` for a sharded or quantised tensor."""
+    """Return the spec under which a tensor is sent. Raises `UnsupportedError` for a sharded or quantized tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if isinstance(tensor, DTensor):
         raise UnsupportedError(
