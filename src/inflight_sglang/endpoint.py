@@ -28,6 +28,7 @@ from inflight.wire import (
     GenerateResponse,
     Needs,
     PromptImage,
+    SamplingParams,
     ScoreRequest,
     ScoreResponse,
     UpdateRef,
@@ -42,6 +43,7 @@ from inflight_sglang.native import NativeSink
 from inflight_sglang.requests import (
     body_of,
     check_request,
+    check_sampling,
     items_of,
     misaligned,
     response_of,
@@ -163,6 +165,9 @@ class SglangEndpoint(
         return self._engine.adopt_label(served)
 
     # ------------------------------------------------------------------------------------------------- generation
+
+    def _check_sampling(self, sampling: SamplingParams, can: Capabilities) -> None:
+        check_sampling(sampling, self._attached.limits)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call closes its connection, which ends the request in the server."""

@@ -52,7 +52,11 @@ class RequestLimits:
 def check_request(request: GenerateRequest, limits: RequestLimits) -> None:
     """Raise `InvalidRequestError` or `UnsupportedError` if the request cannot be served as the contract requires."""
     check_fit(request, max_model_len=limits.max_model_len, vocab_size=limits.vocab_size)
-    sampling = request.sampling
+    check_sampling(request.sampling, limits)
+
+
+def check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
+    """Raise `UnsupportedError` if the server cannot sample as the contract requires."""
     if sampling.seed is not None and not limits.has_seeds:
         raise UnsupportedError(
             f"seed {sampling.seed}: SGLang honours seeds only under --enable-deterministic-inference, "

@@ -16,12 +16,13 @@ from inflight.engines.routes import EngineRoutes
 from inflight.engines.streams import TokenStream
 from inflight.engines.version_labels import began_under_another
 from inflight.errors import DeadlineError
-from inflight.wire import GenerateRequest, GenerateResponse
+from inflight.wire import Capabilities, GenerateRequest, GenerateResponse, SamplingParams
 from inflight_vllm.requests import (
     GENERATE,
     bodies_of,
     check_placed,
     check_request,
+    check_sampling,
     choices_of,
     is_refused_for_now,
     response_of,
@@ -51,6 +52,9 @@ class GeneratingEndpoint(AttachedEndpoint):
         self._resuming = asyncio.Lock()
         self._sampled_at = 0.0
         """The time at which the server last reported that it was not paused."""
+
+    def _check_sampling(self, sampling: SamplingParams, can: Capabilities) -> None:
+        check_sampling(sampling, can, speculates=self._speculates)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Cancelling the call closes its connection, which ends the request in vLLM."""

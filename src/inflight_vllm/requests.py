@@ -38,11 +38,19 @@ REFUSED_FOR_NOW = "ServiceUnavailableError"
 def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bool = False) -> None:
     """Raise `InvalidRequestError` if the request does not fit in the model's context or vocabulary.
 
-    Raises `UnsupportedError` for combined filters that vLLM applies in a different order, for seeds that the server
-    does not honour, and for min-p if the server ``speculates``, that is, verifies drafts.
+    Raises `UnsupportedError` as `check_sampling` does, and for anything else that the server does not support.
     """
     check_fit(request, max_model_len=can.max_model_len, vocab_size=can.vocab_size)
-    sampling = request.sampling
+    check_sampling(request.sampling, can, speculates=speculates)
+    require(can, Needs.of_request(request), "this endpoint")
+
+
+def check_sampling(sampling: SamplingParams, can: Capabilities, *, speculates: bool) -> None:
+    """Raise `UnsupportedError` if the server cannot sample as the contract requires.
+
+    These are combined filters that vLLM applies in a different order, seeds that the server does not honour, and seeds
+    or min-p if the server ``speculates``, that is, verifies drafts.
+    """
     if speculates and sampling.min_p > 0:
         raise UnsupportedError(
             f"min_p {sampling.min_p:g}: vLLM ignores min-p while it verifies drafts; start the server without drafts"
@@ -62,7 +70,6 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
             f"min_p {sampling.min_p:g} together with top_p {sampling.top_p:g}: vLLM applies min-p first, the contract "
             "applies it last, and the kept sets differ. Set only one of them"
         )
-    require(can, Needs.of_request(request), "this endpoint")
 
 
 def bodies_of(request: GenerateRequest, can: Capabilities, asked: Mapping[int, SentRequest]) -> list[dict[str, Any]]:

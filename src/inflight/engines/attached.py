@@ -29,6 +29,7 @@ from inflight.wire import (
     GenerateResponse,
     Needs,
     PromptImage,
+    SamplingParams,
     TransportSpec,
     WeightVersion,
 )
@@ -143,6 +144,10 @@ class AttachedEndpoint(ABC):
         return self._memory
 
     @abstractmethod
+    def _check_sampling(self, sampling: SamplingParams, can: Capabilities) -> None:
+        """Raise `UnsupportedError` if the server does not sample in this way, whatever the prompt."""
+
+    @abstractmethod
     async def weight_version(self) -> WeightVersion: ...
 
     @abstractmethod
@@ -184,11 +189,16 @@ class AttachedEndpoint(ABC):
     async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> Sequence[str]:
         """Return the text of each token sequence."""
 
+    async def _rendered(self, request: ChatCompletionRequest, *, streamed: bool) -> GenerateRequest:
+        """Return the request with its messages as token ids, after checking all of its options."""
+        can = await self.capabilities()
+        check_chat(request, can, streamed=streamed)
+        self._check_sampling(request.sampling(), can)
+        return generate_request_of(request, *await self._render(request))
+
     async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
         """Render the messages and decode the tokens on the server."""
-        can = await self.capabilities()
-        check_chat(request, can)
-        generate_request = generate_request_of(request, *await self._render(request))
+        generate_request = await self._rendered(request, streamed=False)
         response = await self.generate(generate_request)
         sampled = [completion.token_ids for completion in response.completions]
         texts = await self._decode(sampled, True)
@@ -196,9 +206,7 @@ class AttachedEndpoint(ABC):
         return chat_completion_of(request, generate_request, response, texts, pieces)
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
-        can = await self.capabilities()
-        check_chat(request, can)
-        generate_request = generate_request_of(request, *await self._render(request))
+        generate_request = await self._rendered(request, streamed=True)
 
         async def decode(token_ids: Sequence[Sequence[int]]) -> Sequence[str]:
             return await self._decode(token_ids, True)

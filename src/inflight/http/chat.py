@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pydantic
 
@@ -31,15 +32,26 @@ _MOST_LOGPROBS = 64 * 1024
 """Maximum number of tokens whose text, bytes and logprob one response lists, at about a kilobyte per token."""
 
 
-def check_chat(request: ChatCompletionRequest, can: Capabilities) -> None:
-    """Raise `UnsupportedError` if the endpoint does not support chat, or images in the messages.
+def check_chat(request: ChatCompletionRequest, can: Capabilities, *, streamed: bool = False) -> None:
+    """Raise `UnsupportedError` if the endpoint does not support chat, streaming, or images in the messages.
 
-    Raises `InvalidRequestError` if a different model is requested.
+    Raises `InvalidRequestError` if a different model is requested, if ``max_tokens`` leaves no room for a prompt, or if
+    logprobs in the OpenAI shape are to be streamed. Call this before the messages are rendered.
     """
-    require(can, Needs.of_chat(request), "this endpoint")
+    require(can, replace(Needs.of_chat(request), streaming=streamed), "this endpoint")
     if request.model != can.model:
         raise InvalidRequestError(
             f"model {request.model!r} is not served by this server; the served model is {can.model!r}"
+        )
+    max_tokens = request.sampling().max_tokens or 1
+    if max_tokens >= can.max_model_len:
+        raise InvalidRequestError(
+            f"max_tokens {max_tokens} leaves no room for the messages, because prompt and completion have at most "
+            f"{can.max_model_len} tokens together: lower max_tokens"
+        )
+    if streamed and request.logprobs:
+        raise InvalidRequestError(
+            "logprobs=true cannot be streamed: leave it out, and read token_logprobs, which every chunk has"
         )
 
 

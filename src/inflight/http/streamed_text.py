@@ -6,7 +6,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
-from inflight.errors import InvalidRequestError
 from inflight.http.chat import before_stop
 from inflight.wire import ChatChunkChoice, ChatCompletionChunk, ChatCompletionRequest, ChatDelta, CompletionChunk
 
@@ -65,12 +64,7 @@ async def chat_chunks_of(
     chunks: AsyncGenerator[CompletionChunk, None],
     decode: Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[str]]],
 ) -> AsyncGenerator[ChatCompletionChunk, None]:
-    """Yield streamed tokens with their text. ``decode`` returns the text of each sequence, without special tokens.
-
-    Raises `InvalidRequestError` if the request asks for logprobs in the OpenAI shape.
-    """
-    if request.logprobs:
-        raise InvalidRequestError("logprobs=true cannot be streamed; every chunk carries token_logprobs")
+    """Yield streamed tokens with their text. ``decode`` returns the text of each sequence, without special tokens."""
     created, stop = int(time.time()), request.sampling().stop
     texts = [StreamedText(stop) for _ in range(request.n)]
     written = [""] * request.n

@@ -405,15 +405,15 @@ class EmbeddedEndpoint(
         return await asyncio.to_thread(answer)
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        generate_request = await asyncio.to_thread(self.chat_request, request)
+        generate_request = await asyncio.to_thread(self.chat_request, request, streamed=True)
         chunks = chat_chunks_of(request, self.generate_stream(generate_request), self._chat_format().texts)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
 
-    def chat_request(self, request: ChatCompletionRequest) -> GenerateRequest:
+    def chat_request(self, request: ChatCompletionRequest, *, streamed: bool = False) -> GenerateRequest:
         """Render a chat request into a request with token ids."""
-        check_chat(request, self._capabilities)
+        check_chat(request, self._capabilities, streamed=streamed)
         rendered = self._chat_format().render(request)
         check_logprobs(request, self._engine.limits.max_tokens_of(rendered))
         return rendered
