@@ -11,7 +11,7 @@ import contextlib
 import json
 import socket
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from inflight.contracts import InferenceEndpoint
@@ -66,6 +66,8 @@ class LabelledServer:
         self.on_label: Callable[[], None] | None = None
         self.is_streamed = False
         """Whether clients ask for streams."""
+        self.before_event: Callable[[], Awaitable[None]] | None = None
+        """Awaited before each event of a stream is sent."""
         self.num_sampled = 0
         """Completions that were sampled."""
         self.computed: dict[str, str] = {}
@@ -94,6 +96,12 @@ class LabelledServer:
     def connect(self, url: str) -> InferenceEndpoint:
         """Return a client."""
 
+    async def _sent(self, events: str) -> AsyncIterator[str]:
+        for event in events.removesuffix("\n\n").split("\n\n"):
+            if self.before_event is not None:
+                await self.before_event()
+            yield f"{event}\n\n"
+
     @contextlib.asynccontextmanager
     async def served(self) -> AsyncIterator[str]:
         """Yield the URL while the server answers."""
@@ -107,7 +115,7 @@ class LabelledServer:
             if isinstance(found, int):
                 return Response(status_code=found)
             if body and body.get("stream"):
-                return Response(self.events(found), media_type="text/event-stream")
+                return StreamingResponse(self._sent(self.events(found)), media_type="text/event-stream")
             return JSONResponse(found)
 
         app = Starlette(routes=[Route("/{path:path}", handle, methods=["GET", "POST"])])

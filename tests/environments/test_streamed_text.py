@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -52,6 +55,59 @@ def test_certain_text_grows_to_the_whole_with_any_tokens(
         assert certain.startswith(sent)
         sent = certain
     assert before_stop(template.plain(token_ids), stop).startswith(sent)
+
+
+def without_first_space(token_ids: Sequence[int]) -> str:
+    """Decode bytes as tokenizers do that omit a space at the beginning."""
+    return BYTES.plain(token_ids).removeprefix(" ")
+
+
+def with_marks(token_ids: Sequence[int]) -> str:
+    """Decode pieces of words: a piece that continues a word has a mark if no piece precedes it."""
+    pieces = [f"##{token_id}" if token_id % 3 else f" {token_id}" for token_id in token_ids]
+    return "".join(it.removeprefix("##") if at else it.removeprefix(" ") for at, it in enumerate(pieces))
+
+
+@given(
+    decode=st.sampled_from([BYTES.plain, without_first_space, with_marks]),
+    pieces=st.lists(
+        st.sampled_from([b" ", b"  ", b"a", b" b", b"\xff", b"\xf0", *map(str.encode, "é🙂\n")]), max_size=60
+    ),
+    cut=st.integers(1, 12),
+)
+def test_text_is_that_of_all_tokens_decoded_at_once_whatever_a_tokenizer_does_at_the_beginning(
+    decode: Callable[[Sequence[int]], str], pieces: list[bytes], cut: int
+) -> None:
+    token_ids = [*b"".join(pieces), *b"the end"]
+    streamed, sent = StreamedText(), ""
+    for start in range(0, len(token_ids), cut):
+        certain = streamed.add(token_ids[start : start + cut], decode)
+        assert certain.startswith(sent)
+        sent = certain
+    whole = decode(token_ids)
+    assert whole.startswith(sent)
+    if decode is not with_marks:  # where text may come with the next tokens instead
+        assert sent == whole
+
+
+@pytest.mark.parametrize("decode", [BYTES.plain, without_first_space])
+@pytest.mark.parametrize("cut", [1, 3, 20])
+def test_each_token_is_decoded_a_few_times_however_long_the_completion_is(
+    decode: Callable[[Sequence[int]], str], cut: int
+) -> None:
+    token_ids = list((" some words, é and 🙂\n" * 100).encode())
+    decoded = []
+
+    def counted(ids: Sequence[int]) -> str:
+        decoded.append(len(ids))
+        return decode(ids)
+
+    streamed = StreamedText()
+    for start in range(0, len(token_ids), cut):
+        text = streamed.add(token_ids[start : start + cut], counted)
+    assert text == decode(token_ids)
+    assert len(decoded) == len(range(0, len(token_ids), cut))
+    assert max(decoded) < 20 + 3 * cut
 
 
 def test_text_is_not_held_back_longer_than_it_must() -> None:

@@ -208,8 +208,9 @@ class AttachedEndpoint(ABC):
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncGenerator[ChatCompletionChunk, None]:
         generate_request = await self._rendered(request, streamed=True)
 
-        async def decode(token_ids: Sequence[Sequence[int]]) -> Sequence[str]:
-            return await self._decode(token_ids, True)
+        async def decode(token_ids: Sequence[int]) -> str:
+            (text,) = await self._decode([token_ids], True)
+            return text
 
         chunks = chat_chunks_of(request, self.generate_stream(generate_request), decode)
         async with contextlib.aclosing(chunks):

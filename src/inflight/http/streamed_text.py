@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 from inflight.http.chat import before_stop
 from inflight.wire import ChatChunkChoice, ChatCompletionChunk, ChatCompletionRequest, ChatDelta, CompletionChunk
@@ -14,35 +16,45 @@ _OVERLAP = 8
 _UNFINISHED = "\ufffd"
 
 
+class _Boundary(NamedTuple):
+    """A point between two tokens that is not inside a character."""
+
+    num_tokens: int
+    num_chars: int
+    """Length of the text of the tokens before the boundary."""
+
+
 class StreamedText:
     """Collects the text of one completion, and returns the part that later tokens can no longer change.
 
-    It holds back an incomplete character and the beginning of a stop string. Each call decodes only the last few
-    tokens, so that the cost per token does not grow with the completion.
+    It holds back an incomplete character and the beginning of a stop string. Tokens are decoded once each time, from a
+    boundary shortly before the new ones, so that the cost per token does not grow with the completion. The text after
+    that boundary is known, and shows where the text of the new tokens begins.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
         self._stop = tuple(stop)
         self.token_ids: list[int] = []
-        self._read = 0
-        """Number of tokens whose text is in ``_text``."""
         self._text = ""
         self._is_stopped = False
+        self._boundaries = deque([_Boundary(0, 0)])
+        """Boundaries in order. Decoding begins at the first, and the last is the end of ``_text``."""
+        self._proven = self._boundaries[0]
+        """The last boundary at which decoding began and gave the known text."""
 
     def add(self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
         """Add tokens, and return the text so far that no later token can change."""
-        return self.certain(*map(decode, self.extend(token_ids)))
+        return self.certain(decode(self.extend(token_ids)))
 
-    def extend(self, token_ids: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Add tokens, and return the two sequences of tokens whose texts `certain` takes."""
+    def extend(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Add tokens, and return the tokens whose text `certain` takes."""
         self.token_ids += token_ids
-        start = max(0, self._read - _OVERLAP)
-        return self.token_ids[start : self._read], self.token_ids[start:]
+        return self.token_ids[self._boundaries[0].num_tokens :]
 
-    def certain(self, before: str, after: str) -> str:
+    def certain(self, decoded: str) -> str:
         """Return the text so far that no later token can change."""
         if not self._is_stopped:
-            self._text += self._new_text(before, after)
+            self._note(decoded)
             before = before_stop(self._text, self._stop)
             self._is_stopped = len(before) < len(self._text)
             self._text = before
@@ -51,20 +63,43 @@ class StreamedText:
         held = max((n for s in self._stop for n in range(1, len(s)) if self._text.endswith(s[:n])), default=0)
         return self._text[: len(self._text) - held]
 
-    def _new_text(self, before: str, after: str) -> str:
-        """Return the text of the tokens not yet decoded, unless it ends within a character."""
-        if after.endswith(_UNFINISHED) or not after.startswith(before):
-            return ""
-        self._read = len(self.token_ids)
-        return after[len(before) :]
+    def _note(self, decoded: str) -> None:
+        """Add the text of the tokens not yet decoded, unless it ends within a character."""
+        begin = self._boundaries[0]
+        known = self._text[begin.num_chars :]
+        if decoded.endswith(_UNFINISHED):
+            return
+        for before in (known, known.removeprefix(" ")):  # some tokenizers omit a space at the beginning
+            if decoded.startswith(before):
+                self._proven = begin
+                self._text += decoded[len(before) :]
+                self._boundaries.append(_Boundary(len(self.token_ids), len(self._text)))
+                self._move()
+                return
+        if self._proven != begin:  # the text depends on earlier tokens: decode the new tokens again, with those
+            self._boundaries.appendleft(self._proven)
+
+    def _move(self) -> None:
+        """Begin decoding at a later boundary if enough text is known after it.
+
+        White space alone is not enough: it would not show whether the tokenizer omits a space at the beginning.
+        """
+        while len(self._boundaries) > 1:
+            num_tokens, num_chars = self._boundaries[1]
+            if self._boundaries[-1].num_tokens - num_tokens < _OVERLAP or not self._text[num_chars:].strip():
+                return
+            self._boundaries.popleft()
 
 
 async def chat_chunks_of(
     request: ChatCompletionRequest,
     chunks: AsyncGenerator[CompletionChunk, None],
-    decode: Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[str]]],
+    decode: Callable[[Sequence[int]], Awaitable[str]],
 ) -> AsyncGenerator[ChatCompletionChunk, None]:
-    """Yield streamed tokens with their text. ``decode`` returns the text of each sequence, without special tokens."""
+    """Yield streamed tokens with their text.
+
+    ``decode`` returns the text of tokens, without special tokens. It is called once for each chunk.
+    """
     created, stop = int(time.time()), request.sampling().stop
     texts = [StreamedText(stop) for _ in range(request.n)]
     written = [""] * request.n
@@ -72,11 +107,11 @@ async def chat_chunks_of(
     async with contextlib.aclosing(chunks):
         async for chunk in chunks:
             text, before = texts[chunk.index], written[chunk.index]
-            decoded, longer = await decode(text.extend(chunk.token_ids))
-            certain = text.certain(decoded, longer)
-            if chunk.finish_reason is not None:  # all tokens, decoded at once
-                (whole,) = await decode([text.token_ids])
-                certain = before_stop(whole, stop)
+            latest = text.extend(chunk.token_ids)
+            if chunk.finish_reason is None:
+                certain = text.certain(await decode(latest))
+            else:
+                certain = before_stop(await decode(text.token_ids), stop)
             written[chunk.index] = max(before, certain, key=len)
             choice = ChatChunkChoice(
                 index=chunk.index,

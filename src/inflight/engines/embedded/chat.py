@@ -49,9 +49,9 @@ class ChatFormat:
         """Return the text of the tokens, without special tokens."""
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    async def texts(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each sequence without special tokens."""
-        return [self.text(ids) for ids in token_ids]
+    async def streamed_text(self, token_ids: Sequence[int]) -> str:
+        """Return `text`; a decoder of `inflight.http.streamed_text.chat_chunks_of`."""
+        return self.text(token_ids)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         return [self.tokenizer.decode([token_id]) for token_id in token_ids]

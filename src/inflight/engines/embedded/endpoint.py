@@ -406,7 +406,7 @@ class EmbeddedEndpoint(
 
     async def chat_completion_stream(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
         generate_request = await asyncio.to_thread(self.chat_request, request, streamed=True)
-        chunks = chat_chunks_of(request, self.generate_stream(generate_request), self._chat_format().texts)
+        chunks = chat_chunks_of(request, self.generate_stream(generate_request), self._chat_format().streamed_text)
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
