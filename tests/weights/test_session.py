@@ -241,3 +241,30 @@ def test_an_old_trainer_is_refused_even_after_another_run_had_the_group() -> Non
         session.fence("a", 4)
     assert (session.owner, session.incarnation) == ("b", 1)
     session.fence("a", 5)
+
+
+def test_a_run_that_returns_when_it_is_no_longer_reported_is_told_which_incarnation_to_take() -> None:
+    session = UpdateStateMachine(SPECS)
+    session.note_joined()
+    session.fence("a", 2)
+    for number in range(15):
+        session.fence(f"other-{number}", 1)
+    assert session.incarnations["a"] == 2
+    session.fence("a", 2)  # and it is the latest caller again
+    for number in range(16):
+        session.fence(f"other-{number}", 1)
+    assert len(session.incarnations) == 16 and "a" not in session.incarnations
+    for incarnation in (1, 2):  # a trainer that sees none of its run takes 1
+        with pytest.raises(FencedError, match=r"after at least 16 other runs, .* pass incarnation=3 to"):
+            session.fence("a", incarnation)
+    assert session.owner == "other-15"
+    session.fence("a", 3)
+    assert (session.owner, session.incarnations["a"]) == ("a", 3)
+
+
+def test_a_trainer_that_does_not_count_incarnations_may_return_at_any_time() -> None:
+    session = UpdateStateMachine(SPECS)
+    session.note_joined()
+    for run_id in ("a", *map(str, range(20)), "a"):
+        session.fence(run_id, 0)
+    assert session.owner == "a"

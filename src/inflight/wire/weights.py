@@ -365,8 +365,8 @@ class WeightVersion(WireModel):
     incarnation: Natural = 0
     """Highest incarnation of ``owner_run_id`` that the endpoint has seen."""
     incarnations: dict[str, Natural] = Field(default_factory=dict)
-    """Highest incarnation of each of the runs that called most recently, so that a run that returns after another one
-    can begin a higher incarnation."""
+    """Highest incarnation of each of the 16 runs that called most recently, so that a run that returns after another
+    one can begin a higher incarnation."""
     kept: UpdateRef | None = None
     """Update whose weights were kept as the base of a delta."""
     updating_to: Natural | None = None

@@ -85,6 +85,29 @@ def any_incarnation(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def reports_the_owner_alone(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    faulty: Any = endpoint
+
+    async def weight_version() -> WeightVersion:
+        found = await EmbeddedEndpoint.weight_version(endpoint)
+        return found.model_copy(update={"incarnations": {found.owner_run_id: found.incarnation}})
+
+    faulty.weight_version = weight_version
+    return endpoint
+
+
+def fences_the_owner_alone(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    session: Any = endpoint._updates._session
+    own = session.fence
+
+    def fence(run_id: str, incarnation: int) -> None:
+        highest = session.incarnations.get(run_id, 0)
+        own(run_id, incarnation if run_id == session.owner else max(incarnation, highest))
+
+    session.fence = fence
+    return endpoint
+
+
 def fenced_too_late(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
@@ -167,5 +190,17 @@ MUTANTS = (
         "E-49",
         "A call of an earlier incarnation ends the open update before it is refused.",
         fenced_too_late,
+    ),
+    Mutant(
+        "only the owner's incarnation reported",
+        "E-88",
+        "The incarnations of runs other than the owner are not reported.",
+        reports_the_owner_alone,
+    ),
+    Mutant(
+        "only the owner fenced",
+        "E-88",
+        "Incarnations are compared only for the run that owns the endpoint.",
+        fences_the_owner_alone,
     ),
 )

@@ -8,6 +8,7 @@ from typing import TypeVar
 from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.aftermath import require_old_weights
 from inflight.conformance.endpoint.control import require_open
+from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLACK_S, within
 from inflight.errors import FencedError, InflightError
@@ -123,6 +124,38 @@ async def replaced_trainer(subject: EndpointSubject) -> None:
     )
     await later.publish(third)
     await subject.require_serves(third, "after the later incarnation's next update, over the same group")
+
+
+@check("E-88", "updates", deadline_s=40)
+@look_at("whether the incarnations of runs other than the owner are remembered, reported and compared")
+async def returning_run(subject: EndpointSubject) -> None:
+    """A run that returns after another run has published takes the incarnation after its highest one, which the
+    endpoint reports, and is not fenced; its earlier incarnations are, also while the other run owns the endpoint."""
+    weights, endpoint = [subject.reference.with_final_norm(-1.0, "B"), subject.reference.weights], subject.endpoint
+    run_id = subject.publisher.run_id
+    earlier: list[SteppedPublisher] = []
+    owner = subject.publisher
+    for number, own_run in enumerate((True, True, False, True)):  # the run, again, another run, and the run
+        incarnation = 1 + (await endpoint.weight_version()).incarnations.get(run_id, 0) if own_run else 1
+        wanted = len(earlier) + 1
+        require(
+            not own_run or incarnation == wanted,
+            f"run {run_id!r} has published as incarnations 1 to {wanted - 1}, but incarnation {incarnation - 1} of it "
+            f"is reported in incarnations after run {owner.run_id!r} has published",
+        )
+        version = owner.version
+        owner = subject.another_publisher(run_id=run_id if own_run else None, incarnation=incarnation)
+        owner.version = version
+        update = await owner.request(weights[number % 2], session_id=f"session-{number}")
+        for replaced in earlier if own_run else earlier[:-1]:
+            what = f"init_process_group of incarnation {replaced.incarnation} of run {run_id!r}"
+            spec = replaced.open_group(SLACK_S / 2)
+            await subject.require_raises(endpoint.init_process_group(spec), FencedError, what)
+            await require_open(subject, update, f"after {what} was refused")
+        await owner.send_all(update, weights[number % 2])
+        await owner.commit(update)
+        await subject.require_serves(weights[number % 2], f"after incarnation {incarnation} of run {owner.run_id!r}")
+        earlier += [owner] if own_run else []
 
 
 async def _again(call: Awaitable[T], what: str) -> T:

@@ -30,6 +30,7 @@ from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec,
 _NUM_REMEMBERED = 256
 """How many ended sessions and how many runs' incarnations are remembered, to recognise late calls."""
 _NUM_REPORTED = 16
+"""How many runs' incarnations are reported, so that a run that returns can begin a higher one."""
 _RELEASED = "the endpoint's memory is released; call restore_memory to reacquire it"
 
 
@@ -154,7 +155,7 @@ class UpdateStateMachine:
 
     @property
     def incarnations(self) -> dict[str, int]:
-        """Highest incarnation of each of the runs that called most recently."""
+        """Highest incarnation of each of the 16 runs that called most recently."""
         return dict(list(self._incarnations.items())[-_NUM_REPORTED:])
 
     @property
@@ -189,8 +190,19 @@ class UpdateStateMachine:
             self._torn_names = None  # replaced since; other clients' torn tensors are not known
 
     def fence(self, run_id: str, incarnation: int) -> None:
-        """Raise `FencedError` if a later incarnation has replaced this one; otherwise record the caller."""
+        """Raise `FencedError` if a later incarnation has replaced this one; otherwise record the caller.
+
+        A run that is no longer reported could not see its own incarnation, so that this number may be one that an
+        earlier trainer has too. It is refused unless it is higher, or 0, which trainers that do not count have.
+        """
         highest = self._incarnations.get(run_id, 0)
+        if incarnation <= highest and highest > 0 and run_id not in self.incarnations:
+            raise FencedError(
+                f"run {run_id!r} returns to this server after at least {_NUM_REPORTED} other runs, as incarnation "
+                f"{incarnation}, but its incarnation {highest} was here before, and only the last {_NUM_REPORTED} runs "
+                f"are reported. If this trainer was replaced, stop it; otherwise pass incarnation={highest + 1} to "
+                "WeightPublisher.connect, or restart the server"
+            )
         if incarnation < highest:
             raise FencedError(
                 f"the trainer of run {run_id!r} was replaced: this call comes from its incarnation {incarnation}, "
