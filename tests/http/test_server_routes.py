@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
+import subprocess
+import sys
 
 import httpx
 import pytest
@@ -220,6 +223,45 @@ def test_a_client_that_disconnects_ends_its_request(braked_server: BrakedServer,
             head = f"POST /v1/generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n\r\n"
             connection.sendall(head.encode() + content)
             wait_until(lambda: num_running(client) == 30, "30 completions do not run")
+        wait_until(lambda: num_running(client) == 0, "the request continues")
+
+
+CHAT_CLIENT = """
+import asyncio, signal, sys
+from inflight.http.client import HttpEndpoint
+from inflight.wire import ChatCompletionRequest, ChatMessage
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background of a shell ignores it
+
+async def main():
+    messages = (ChatMessage(role="user", content="Hello"),)
+    asked = ChatCompletionRequest(model="tiny", messages=messages, n=2, ignore_eos=True, stream=True)
+    async for chunk in HttpEndpoint(sys.argv[1]).chat_completion_stream(asked):
+        print("token", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_ctrl_c_in_a_client_ends_its_streamed_chat_on_the_server(braked_server: BrakedServer) -> None:
+    with (
+        httpx.Client(base_url=braked_server.url, timeout=WAIT_S, trust_env=False) as client,
+        braked_server.brake,  # nothing else ends it
+        subprocess.Popen(
+            [sys.executable, "-c", CHAT_CLIENT, braked_server.url],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as program,
+    ):
+        try:
+            assert program.stdout.readline() == "token\n"
+            assert num_running(client) == 2
+            program.send_signal(signal.SIGINT)
+            _, printed = program.communicate(timeout=WAIT_S)
+        finally:
+            program.kill()
+        assert printed.rstrip().endswith("KeyboardInterrupt")
         wait_until(lambda: num_running(client) == 0, "the request continues")
 
 
