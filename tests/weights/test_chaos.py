@@ -237,7 +237,8 @@ def ignore_incarnations(patch: pytest.MonkeyPatch) -> None:
 
     def hear(self: UpdateStateMachine, run_id: str, incarnation: int) -> None:
         self._owner = run_id
-        self._incarnations[run_id] = max(incarnation, self._incarnations.get(run_id, 0))
+        highest = self._incarnations._highest
+        highest[run_id] = max(incarnation, highest.get(run_id, 0))
 
     patch.setattr(UpdateStateMachine, "fence", hear)
     patch.setattr(

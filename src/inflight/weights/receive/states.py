@@ -16,21 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from inflight.errors import (
-    BusyError,
-    FencedError,
-    PoisonedError,
-    ReleasedError,
-    UpdateRefusedError,
-)
+from inflight.errors import BusyError, PoisonedError, ReleasedError, UpdateRefusedError
 from inflight.weights.encode.buckets import manifest_difference
 from inflight.weights.encode.lora_tensors import changed_names
+from inflight.weights.receive.incarnations import Incarnations
 from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec, UpdateRef, WeightUpdate
 
 _NUM_REMEMBERED = 256
-"""How many ended sessions and how many runs' incarnations are remembered, to recognise late calls."""
-_NUM_REPORTED = 16
-"""How many runs' incarnations are reported, so that a run that returns can begin a higher one."""
+"""How many ended sessions are remembered, to recognise late calls."""
 _RELEASED = "the endpoint's memory is released; call restore_memory to reacquire it"
 
 
@@ -116,7 +109,7 @@ class UpdateStateMachine:
         self._served_incarnation = 0
         self._group_run_id: str | None = None
         self._owner: str | None = None
-        self._incarnations: dict[str, int] = {}
+        self._incarnations = Incarnations()
         self._over: deque[UpdateRef] = deque(maxlen=_NUM_REMEMBERED)
         self._torn_names: frozenset[str] | None = None
         self._open: OpenUpdate | None = None
@@ -151,12 +144,12 @@ class UpdateStateMachine:
     @property
     def incarnation(self) -> int:
         """Highest incarnation of the owner that has been seen."""
-        return 0 if self._owner is None else self._incarnations.get(self._owner, 0)
+        return self._incarnations.highest(self._owner)
 
     @property
     def incarnations(self) -> dict[str, int]:
         """Highest incarnation of each of the 16 runs that called most recently."""
-        return dict(list(self._incarnations.items())[-_NUM_REPORTED:])
+        return self._incarnations.reported()
 
     @property
     def update(self) -> WeightUpdate | None:
@@ -184,35 +177,15 @@ class UpdateStateMachine:
         self._take(UpdateEvent.REPORTED_TORN if torn else whole_event)
         if (version, run_id, session_id) != (self.version, self._run_id, self.session_id):
             self._served = UpdateRef(run_id=run_id or "checkpoint", version=version, session_id=session_id)
-            self._served_incarnation = 0 if run_id is None else self._incarnations.get(run_id, 0)
+            self._served_incarnation = self._incarnations.highest(run_id)
         self._run_id = run_id
         if not torn:
             self._torn_names = None  # replaced since; other clients' torn tensors are not known
 
     def fence(self, run_id: str, incarnation: int) -> None:
-        """Raise `FencedError` if a later incarnation has replaced this one; otherwise record the caller.
-
-        A run that is no longer reported could not see its own incarnation, so that this number may be one that an
-        earlier trainer has too. It is refused unless it is higher, or 0, which trainers that do not count have.
-        """
-        highest = self._incarnations.get(run_id, 0)
-        if incarnation <= highest and highest > 0 and run_id not in self.incarnations:
-            raise FencedError(
-                f"run {run_id!r} returns to this server after at least {_NUM_REPORTED} other runs, as incarnation "
-                f"{incarnation}, but its incarnation {highest} was here before, and only the last {_NUM_REPORTED} runs "
-                f"are reported. If this trainer was replaced, stop it; otherwise pass incarnation={highest + 1} to "
-                "WeightPublisher.connect, or restart the server"
-            )
-        if incarnation < highest:
-            raise FencedError(
-                f"the trainer of run {run_id!r} was replaced: this call comes from its incarnation {incarnation}, "
-                f"but incarnation {highest} has taken over. Stop this trainer"
-            )
+        """Raise `FencedError` if a later incarnation has replaced this one; otherwise record the caller as owner."""
+        self._incarnations.admit(run_id, incarnation)
         self._owner = run_id
-        self._incarnations.pop(run_id, None)
-        self._incarnations[run_id] = incarnation  # moved to the end: the latest caller is forgotten last
-        if len(self._incarnations) > _NUM_REMEMBERED:
-            del self._incarnations[next(iter(self._incarnations))]
 
     def note_group_formed(self, run_id: str) -> None:
         """Accept only this run's updates from now on. The caller has aborted any open update."""
