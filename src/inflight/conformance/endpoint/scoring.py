@@ -26,6 +26,8 @@ _NUM_TOKENS, _SEEN = 24, 48
 """Lengths of scored sequences. The second one is that of sequences that were seen before, and fills pages of 16
 tokens."""
 _TOP_K, _NUM_CANDIDATES = 5, 3
+_FEW = 8
+"""Fewer scored tokens than this may all be changed too much by rounding."""
 _NUM_UPDATES, _NUM_SCORERS = 4, 3
 
 
@@ -199,8 +201,9 @@ def _require_spans(
     response: ScoreResponse,
 ) -> None:
     for span in response.version_spans:
-        logprobs_NV = _logprobs(subject, published[span.version], request)
-        gap = _gap(subject, logprobs_NV, request, response, span.start, span.end)
+        weights = published[span.version]
+        logprobs_NV = _logprobs(subject, weights, request)
+        gap = _gap(subject, weights, logprobs_NV, request, response, span.start, span.end)
         require(
             gap <= subject.tolerance,
             f"scores that name version {span.version} differ by up to {gap:.3g} from those of its weights",
@@ -212,7 +215,7 @@ def _require_scores(
 ) -> None:
     """Require that every value in a response matches what ``weights`` give."""
     logprobs_NV = _logprobs(subject, weights, request)
-    gap = _gap(subject, logprobs_NV, request, response)
+    gap = _gap(subject, weights, logprobs_NV, request, response)
     subject.note(**{f"largest logprob difference, {what}": gap})
     require(
         gap <= subject.tolerance,
@@ -229,38 +232,36 @@ def _require_scores(
         )
 
 
-def _logprobs(subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest) -> torch.Tensor:
-    """Return the reference's logprobs at the position of each scored token, float64 [N, V]."""
+def _logprobs(
+    subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest, dtype: str = "float32"
+) -> torch.Tensor:
+    """Return the reference's logprobs at the position of each scored token, computed in ``dtype``, float64 [N, V]."""
     ids, start = request.token_ids, request.start
-    return distribution(subject.reference.logits(weights, ids[:start], ids[start:]))
+    return distribution(subject.reference.logits(weights, ids[:start], ids[start:], dtype=dtype))
 
 
 def _gap(
     subject: EndpointSubject,
+    weights: ReferenceWeights,
     logprobs_NV: torch.Tensor,
     request: ScoreRequest,
     response: ScoreResponse,
     start: int = 0,
     end: int | None = None,
 ) -> float:
-    """Return the largest difference of scored tokens, likeliest tokens and candidates from the reference.
+    """Return the largest difference of scored tokens, likeliest tokens and candidates from the reference, whose
+    logprobs under ``weights`` are ``logprobs_NV``.
 
-    In 16 bits, alternatives are left out, and so are unlikely tokens whose logprobs are changed too much by rounding
-    alone.
+    In 16 bits, alternatives are left out, and so are unlikely tokens whose logprobs under these weights are changed too
+    much by rounding alone.
     """
     part = slice(start, end)
     scored_N = chosen(logprobs_NV, request.token_ids[request.start :])[part]
     found_N = torch.tensor(response.logprobs, dtype=torch.float64)[part]
     if subject.is_coarse:
-        ids = request.token_ids
-        rounded_NV = distribution(
-            subject.reference.logits(
-                subject.reference.weights, ids[: request.start], ids[request.start :], dtype=subject.capabilities.dtype
-            )
-        )
-        exact_NV = _logprobs(subject, subject.reference.weights, request)
-        errors_N = (chosen(rounded_NV, ids[request.start :]) - chosen(exact_NV, ids[request.start :]))[part]
-        kept_N = ~subject.moved_by_rounding(errors_N)
+        rounded_NV = _logprobs(subject, weights, request, subject.capabilities.dtype)
+        errors_N = chosen(rounded_NV, request.token_ids[request.start :])[part] - scored_N
+        kept_N = ~subject.moved_by_rounding(errors_N, even_all=len(errors_N) < _FEW)
         return subject.difference(found_N[kept_N].tolist(), scored_N[kept_N])
     gaps = [subject.difference(found_N.tolist(), scored_N)]
     rows = zip(logprobs_NV, response.top_token_ids, response.top_logprobs, strict=False)

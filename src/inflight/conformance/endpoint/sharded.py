@@ -242,6 +242,8 @@ async def number_of_parts(subject: EndpointSubject) -> None:
         call = publisher.send_parts(update, offered, silent=range(3))
         await subject.require_refused(call, f"a bucket in {len(offered) if len(offered) > 1 else 0} parts")
     await publisher.send_parts(update, parts)
+    for number in range(1, len(update.buckets)):
+        await publisher.send_parts(update, _parts(publisher, update, other, number))
     await publisher.commit(update)
     await subject.require_serves(other, "after the right number of parts")
 
