@@ -7,7 +7,6 @@ and responds to errors with an `ErrorBody`. When a client disconnects, its reque
 from __future__ import annotations
 
 import contextlib
-import hmac
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from inflight.http.bodies import message_of
 from inflight.http.openapi import openapi_document
 from inflight.http.receiving import content_of, refuse_length, run_while_connected
 from inflight.http.routes import STATUS_OF_CODE, Route
+from inflight.http.tokens import carries_token
 from inflight.types import EngineStats
 from inflight.wire import (
     Acknowledgement,
@@ -173,7 +173,7 @@ def create_app(
 def check_token(request: Request, *tokens: str) -> None:
     """Raise `UnauthorizedError` unless a request carries one of the tokens."""
     given = request.headers.get("authorization", "")
-    if not any(hmac.compare_digest(given.encode(), f"Bearer {token}".encode()) for token in tokens):
+    if not carries_token(given, *tokens):
         what = "wrong" if given else "missing"
         raise UnauthorizedError(f"the bearer token for {request.url.path} is {what}")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import hmac
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.base.tasks import cancel_and_wait, combine_failures
@@ -29,6 +29,7 @@ from inflight.http.routes import GENERATION_PATHS
 from inflight.http.server import create_app, error_response
 from inflight.http.server_spec import ListenOptions
 from inflight.http.tls import server_tls
+from inflight.http.tokens import carries_token
 from inflight.types import EngineStats
 
 _DEFAULTS = ListenOptions()
@@ -164,7 +165,7 @@ class _UntilFailure:
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
-        self._bearer = f"Bearer {token}".encode()
+        self._token = token
         self.last_authorized = time.monotonic()
         """When the last call with the token arrived."""
         self._num_open = 0
@@ -187,8 +188,7 @@ class _UntilFailure:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        if hmac.compare_digest(given, self._bearer):
+        if carries_token(Headers(scope=scope).get("authorization", ""), self._token):
             self.last_authorized = time.monotonic()
             if scope["path"] not in GENERATION_PATHS:
                 return await self._answer(scope, receive, send)

@@ -1,7 +1,8 @@
-"""The control token that clients send to servers, read from a file or from the environment."""
+"""The tokens that clients send to servers: read from a file or from the environment, and compared with a header."""
 
 from __future__ import annotations
 
+import hmac
 import os
 from pathlib import Path
 
@@ -29,3 +30,8 @@ def read_token(token_file: Path | None, variable: str = TOKEN_VARIABLE) -> str |
             f"{source} contains characters that are not allowed in an HTTP header; use printable ASCII without spaces"
         )
     return token
+
+
+def carries_token(header: str, *tokens: str, scheme: str = "Bearer ") -> bool:
+    """Return whether a header is the scheme and one of the tokens, in a time that does not depend on their content."""
+    return any(hmac.compare_digest(header.encode(), f"{scheme}{token}".encode()) for token in tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from inflight.dialects.tinker.unsupported import CHECKPOINT, REFUSED_ROUTES
 from inflight.errors import InflightError
 from inflight.http.bodies import message_of
 from inflight.http.receiving import content_of
+from inflight.http.tokens import carries_token
 
 API = "/api/v1"
 KEY_PREFIX = "tml-"
@@ -257,7 +257,7 @@ def _guarded(handle: Handler, token: str, is_stopping: Callable[[], bool]) -> Ha
 
     async def guarded(request: Request) -> Response:
         given = request.headers.get("x-api-key", "")
-        if not hmac.compare_digest(given.encode(), f"{KEY_PREFIX}{token}".encode()):
+        if not carries_token(given, token, scheme=KEY_PREFIX):
             what = "wrong" if given else "missing"
             return _refusal(401, f"the header X-API-Key is {what}: it must be {KEY_PREFIX} and the server's token")
         if is_stopping():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import itertools
 import math
 import time
@@ -41,6 +40,7 @@ from inflight.environments.proxy.requests import Reward
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import BusyError, EndpointError, EpisodeOverError, InvalidRequestError, UnauthorizedError
 from inflight.http.receiving import content_of
+from inflight.http.tokens import carries_token
 from inflight.types import Rollout
 from inflight.wire import (
     MIN_TEMPERATURE,
@@ -240,7 +240,7 @@ class EpisodeService:
 
     def _check_token(self, request: HttpRequest) -> None:
         given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if not carries_token(given, self._token):
             raise UnauthorizedError(f"the bearer token for /episodes is {'wrong' if given else 'missing'}")
 
 

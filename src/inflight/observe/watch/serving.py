@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from importlib.resources import files
@@ -20,6 +19,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.errors import InflightError, InvalidRequestError
+from inflight.http.tokens import carries_token
 from inflight.observe.trace.files import EventFollower
 from inflight.observe.watch import views
 from inflight.observe.watch.model import RunModel
@@ -137,8 +137,7 @@ def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | 
 
     def guarded(call: Callable[[Request], Any]) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
-            given = request.headers.get("authorization", "").encode()
-            if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            if not carries_token(request.headers.get("authorization", ""), token):
                 return _error(401, "this page requires its token: open the address that inflight printed")
             try:
                 if asyncio.iscoroutinefunction(call):

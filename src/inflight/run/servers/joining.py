@@ -5,7 +5,6 @@ A server renews its registration repeatedly. It is no longer listed once it stop
 
 from __future__ import annotations
 
-import hmac
 import ssl
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from inflight.errors import ConfigError
 from inflight.http.joining import JOIN_PATH, RENEW_S, JoinAnswer, JoinRequest
 from inflight.http.kinds import connect_endpoint
 from inflight.http.listening import InLoopServer, bind
+from inflight.http.tokens import carries_token
 
 _SILENT_S = 4 * RENEW_S
 _FORGOTTEN_S = 600.0
@@ -84,8 +84,7 @@ class JoinServer:
         return name in self._joined and self._joined[name].has_left
 
     async def _answer(self, request: Request) -> Response:
-        given = request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if not carries_token(request.headers.get("authorization", ""), self._token):
             return _refusal(401, "the token is missing or wrong: set INFLIGHT_TOKEN to the token of the run")
         body = b""
         async for piece in request.stream():

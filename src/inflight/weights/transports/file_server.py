@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import re
 import secrets
@@ -20,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from inflight.base.addresses import host_and_port, listen_on
 from inflight.errors import TransferError, transfer_error
+from inflight.http.tokens import carries_token
 from inflight.weights.transports.bucket_files import LATEST, LEASE_NAME, MANIFEST, SESSION_NAME, take_lease
 from inflight.weights.transports.store import regular_file
 
@@ -100,10 +100,9 @@ class _StoredFile(Response):
 
 def _app(directory: Path, token: str) -> Starlette:
     """Return the application, which answers GET and HEAD for the stored files and handles leases on them."""
-    expected = f"Bearer {token}".encode()
 
     def is_allowed(request: Request) -> bool:
-        return hmac.compare_digest(request.headers.get("authorization", "").encode(), expected)
+        return carries_token(request.headers.get("authorization", ""), token)
 
     def answer(request: Request, *names: str) -> Response:
         if not is_allowed(request):
