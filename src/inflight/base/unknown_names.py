@@ -11,6 +11,11 @@ _MAX_NAME = 80
 def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     """Return that ``name`` is not one of the ``known`` names of ``what``, with the two nearest of them."""
     names = list(known)
-    nearest = difflib.get_close_matches(name[:_MAX_NAME], names, n=2)
+    nearest = nearest_names(name, names, most=2)
     guess = f" (did you mean {' or '.join(map(repr, nearest))}?)" if nearest else ""
     return f"unknown {what} {name[:_MAX_NAME]!r}{guess}; known: {', '.join(names) or 'none'}"
+
+
+def nearest_names(name: str, known: Iterable[str], most: int, cutoff: float = 0.6) -> list[str]:
+    """Return at most this many of the ``known`` names whose similarity to ``name``, 0 to 1, reaches ``cutoff``."""
+    return difflib.get_close_matches(name[:_MAX_NAME], list(known), n=most, cutoff=cutoff)

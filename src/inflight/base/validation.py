@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,6 +9,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
+
+from inflight.base.unknown_names import nearest_names
 
 _MAX_LISTED = 100
 """Maximum number of problems described for one value, apart from unknown keys."""
@@ -89,7 +90,7 @@ def _known_instead(kind: type[BaseModel], where: Sequence[str]) -> str:
     known = _known_keys(kind, sections)
     if sections and (elsewhere := min(_paths_of(key, kind), key=len, default=None)):
         return f"; did you mean {'.'.join(elsewhere)}?"
-    if nearest := difflib.get_close_matches(key[:_MAX_VALUE], known, n=1):
+    if nearest := nearest_names(key, known, most=1):
         return f"; did you mean {'.'.join((*sections, nearest[0]))}?"
     return _cut(f"; known: {', '.join(known)}", _MAX_MESSAGE) if known else ""
 

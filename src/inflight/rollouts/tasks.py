@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from pydantic import Field, field_validator
 
 from inflight.base.extensions import find_entry_points, make
 from inflight.base.toml import Section
+from inflight.base.unknown_names import nearest_names
 from inflight.contracts import Environment, Task
 from inflight.errors import ConfigError, TaskError
 from inflight.rollouts.curriculum import Curriculum
@@ -207,7 +207,7 @@ class ReasoningGymTask(Task):
         except ImportError as error:
             raise TaskError(f"task {name!r} needs reasoning-gym: pip install 'inflight[local]'") from error
         if name not in (names := reasoning_gym_names()):
-            nearest = difflib.get_close_matches(name, names, n=3, cutoff=0.0)
+            nearest = nearest_names(name, names, most=3, cutoff=0.0)
             raise TaskError(f"unknown task {name!r}; nearest reasoning-gym datasets: {', '.join(nearest)}")
         self._name = name
         try:
