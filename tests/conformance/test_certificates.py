@@ -22,7 +22,6 @@ from inflight.conformance.report.files import (
     badge_json,
     certificate_json,
     read_certificate,
-    write_report,
     write_reports,
 )
 from inflight.conformance.report.junit import junit_xml
@@ -167,9 +166,9 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "kept").touch()
     with pytest.raises(ConfigError, match=r"taken.*cannot be written"):
-        write_report(tmp_path / "taken", "text")
+        write_reports(EVERYTHING, {"json": tmp_path / "taken"})
     with pytest.raises(ConfigError, match=r"absent.*cannot be written"):
-        write_report(tmp_path / "absent" / "file", "text")
+        write_reports(EVERYTHING, {"json": tmp_path / "absent" / "file"})
     assert [file.name for file in tmp_path.rglob("*")] == ["taken", "kept"]
 
 

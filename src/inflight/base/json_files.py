@@ -1,4 +1,4 @@
-"""Output files that a user requests, which are checked before the work begins and written as JSON when it ends."""
+"""Output files that a user requests, which are checked before the work begins and written when it ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ def write_json(file: Path | None, values: Any) -> None:
     """Write values as JSON to a file atomically; without a file, do nothing. Raises `ConfigError`."""
     if file is None:
         return
+    write_output(file, json.dumps(values, indent=2) + "\n")
+
+
+def write_output(file: Path, text: str) -> None:
+    """Write a file atomically. If `ConfigError` is raised, the previous file is still complete."""
     try:
-        write_whole(file, json.dumps(values, indent=2) + "\n")
+        write_whole(file, text)
     except OSError as error:
         raise ConfigError(f"{str(file)!r} cannot be written: {error.strerror}") from error

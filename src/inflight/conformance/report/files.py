@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pydantic
 
+from inflight.base.json_files import write_output
 from inflight.base.validation import describe_problems
-from inflight.base.whole_files import write_whole
 from inflight.conformance.report.junit import junit_xml
 from inflight.conformance.report.page import html_page
 from inflight.conformance.report.summary import score
@@ -74,15 +74,7 @@ def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
         certificate = Certificate.model_validate_json(text)
     for report in REPORTS:
         if report.name in files:
-            write_report(files[report.name], report.render(certificate))
-
-
-def write_report(file: Path, text: str) -> None:
-    """Write a file atomically. If `ConfigError` is raised, the previous file is still complete."""
-    try:
-        write_whole(file, text)
-    except OSError as error:
-        raise ConfigError(f"{str(file)!r} cannot be written: {error.strerror}") from error
+            write_output(files[report.name], report.render(certificate))
 
 
 def read_certificate(file: Path) -> Certificate:
