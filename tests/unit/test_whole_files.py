@@ -78,7 +78,7 @@ def test_what_a_link_leads_to_is_written_and_the_link_stays(tmp_path: Path) -> N
 
 def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    descriptor = os.open(tmp_path / "pipe", os.O_RDWR)
+    descriptor = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
     try:
         write_json(tmp_path / "pipe", [1])
         assert json.loads(os.read(descriptor, 100)) == [1]

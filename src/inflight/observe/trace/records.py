@@ -91,7 +91,7 @@ class RecordWriter:
 
     def write_manifest(self, manifest: RecordManifest) -> None:
         text = manifest.model_dump_json(indent=2) + "\n"
-        self._replace(self.directory / MANIFEST, lambda partial: _write_text(partial, text))
+        self._replace(self.directory / MANIFEST, lambda partial: partial.write_text(text))
 
     def write_step(self, step: RecordedStep) -> Path:
         """Write a step atomically and return its file."""
@@ -101,7 +101,7 @@ class RecordWriter:
         self._replace(path, lambda partial: save_file(arrays, partial, metadata))
         return path
 
-    def _replace(self, path: Path, write: Callable[[Path], None]) -> None:
+    def _replace(self, path: Path, write: Callable[[Path], object]) -> None:
         partial = path.with_suffix(".partial")
         try:
             write(partial)
@@ -286,10 +286,6 @@ def _rollout_details(
             "loss_mask": None if mask is None else [*mask],
         },
     }
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 def _file_of(directory: Path, version: int) -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
+from inflight.base.whole_files import write_whole
 from inflight.errors import CheckpointError, ConfigError
 from inflight.observe.trace.files import EVENTS, STEPS, EventFollower
 from inflight.observe.watch import views
@@ -41,7 +42,7 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
         run.reading.is_complete = True
         runs.append(_embedded(run))
     try:
-        output.write_text(_page(to_json({"runs": runs}, inf_nan_mode="null").decode()), encoding="utf-8")
+        write_whole(output, _page(to_json({"runs": runs}, inf_nan_mode="null").decode()))
     except OSError as error:
         raise CheckpointError(f"the report cannot be written to {output}: {error.strerror}") from error
 

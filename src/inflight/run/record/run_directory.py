@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from inflight.base.whole_files import write_whole
 from inflight.errors import CheckpointError, ConfigError
 from inflight.run.record.changes import changed_settings, describe_change, without_partials, write_config
 from inflight.run.record.checkpoints import latest_checkpoint, remove_unfinished
@@ -138,7 +139,7 @@ def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], N
                 if (path / "config.json").exists():
                     note(f"the run in {path} ended before its first checkpoint, so it starts over")
                 write_config(path, config_json)
-                (path / "run_id").write_text(f"{path.name}-{uuid.uuid4().hex[:8]}\n")
+                write_whole(path / "run_id", f"{path.name}-{uuid.uuid4().hex[:8]}\n")
             remove_unfinished(path)
             run_id = (path / "run_id").read_text().strip()
             undo.pop_all()

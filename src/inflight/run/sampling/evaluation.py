@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from inflight.base.tasks import run_together
+from inflight.base.whole_files import write_whole
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import CheckpointError, InflightError, TaskError
 from inflight.rollouts.curriculum import FIRST_EVALUATION_ITEM
@@ -160,7 +161,7 @@ class Evaluation:
     def _write(self) -> None:
         answers = [answer for of_version in self._answers.values() for answer in of_version]
         try:
-            (self.directory / EVALUATION).write_text("".join(f"{answer.model_dump_json()}\n" for answer in answers))
+            write_whole(self.directory / EVALUATION, "".join(f"{answer.model_dump_json()}\n" for answer in answers))
         except OSError as error:
             raise CheckpointError(f"{EVALUATION} cannot be written to {self.directory}: {error.strerror}") from error
 
