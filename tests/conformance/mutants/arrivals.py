@@ -17,88 +17,54 @@ from inflight.weights.transports.arenas import ArenaReceiver
 from inflight.weights.transports.store import regular_file
 from inflight.wire import BucketTransfer, Manifest, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import replaces
 
 
-def overlooks_damage(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def receive(bucket: BucketTransfer) -> None:
-        await EmbeddedEndpoint.receive_weights(endpoint, bucket.model_copy(update={"checksum": None}))
-
-    faulty.receive_weights = receive
-    return endpoint
+@replaces("receive_weights")
+async def overlooks_damage(endpoint: EmbeddedEndpoint, own: Any, bucket: BucketTransfer) -> None:
+    await own(bucket.model_copy(update={"checksum": None}))
 
 
-def clears_frozen_tensors(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    own = engine.load
-
-    def load(tensors: Any, *others: Any) -> None:
-        arrived = dict(tensors)
-        with torch.no_grad():
-            for name, parameter in engine.weights.model.named_parameters():
-                if name not in arrived:
-                    parameter.zero_()
-        own(arrived.items(), *others)
-
-    engine.load = load
-    return endpoint
+@replaces("_engine.load")
+def clears_frozen_tensors(endpoint: EmbeddedEndpoint, own: Any, tensors: Any, *others: Any) -> None:
+    arrived = dict(tensors)
+    with torch.no_grad():
+        for name, parameter in endpoint._engine.weights.model.named_parameters():
+            if name not in arrived:
+                parameter.zero_()
+    own(arrived.items(), *others)
 
 
-def freezes_what_is_missing(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    session: Any = endpoint._updates._session
-    own = session._reason_to_refuse
-
-    def reason(update: WeightUpdate) -> str | None:
-        text: str | None = own(update)
-        return None if update.manifest.frozen and text is not None and "are missing" in text else text
-
-    session._reason_to_refuse = reason
-    return endpoint
+@replaces("_updates._session._reason_to_refuse")
+def freezes_what_is_missing(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> str | None:
+    text: str | None = own(update)
+    return None if update.manifest.frozen and text is not None and "are missing" in text else text
 
 
-def adds_up_loras(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    adapted: Any = endpoint._adapted
-    own = adapted.prepare
-
-    def prepare(manifest: Manifest, arrived: Any, present: Any) -> AdaptedLoad:
-        kept = adapted._base
-        adapted._base = {} if manifest.lora is not None else kept
-        try:
-            load: AdaptedLoad = own(manifest, arrived, present)
-        finally:
-            adapted._base = kept
-        return load
-
-    adapted.prepare = prepare
-    return endpoint
+@replaces("_adapted.prepare")
+def adds_up_loras(endpoint: EmbeddedEndpoint, own: Any, manifest: Manifest, arrived: Any, present: Any) -> AdaptedLoad:
+    kept = endpoint._adapted._base
+    endpoint._adapted._base = {} if manifest.lora is not None else kept
+    try:
+        load: AdaptedLoad = own(manifest, arrived, present)
+    finally:
+        endpoint._adapted._base = kept
+    return load
 
 
-def leaves_out_the_scale(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    adapted: Any = endpoint._adapted
-    own = adapted.prepare
-
-    def prepare(manifest: Manifest, *others: Any) -> AdaptedLoad:
-        if manifest.lora is not None:
-            lora = manifest.lora.model_copy(update={"alpha": float(manifest.lora.rank)})
-            manifest = manifest.model_copy(update={"lora": lora})
-        load: AdaptedLoad = own(manifest, *others)
-        return load
-
-    adapted.prepare = prepare
-    return endpoint
+@replaces("_adapted.prepare")
+def leaves_out_the_scale(endpoint: EmbeddedEndpoint, own: Any, manifest: Manifest, *others: Any) -> AdaptedLoad:
+    if manifest.lora is not None:
+        lora = manifest.lora.model_copy(update={"alpha": float(manifest.lora.rank)})
+        manifest = manifest.model_copy(update={"lora": lora})
+    load: AdaptedLoad = own(manifest, *others)
+    return load
 
 
-def refuses_no_lora(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    session: Any = endpoint._updates._session
-    own = session._reason_to_refuse
-
-    def reason(update: WeightUpdate) -> str | None:
-        text: str | None = own(update)
-        return text if update.manifest.lora is None else None
-
-    session._reason_to_refuse = reason
-    return endpoint
+@replaces("_updates._session._reason_to_refuse")
+def refuses_no_lora(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> str | None:
+    text: str | None = own(update)
+    return text if update.manifest.lora is None else None
 
 
 def decoding(decoded: Callable[..., torch.Tensor]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
@@ -158,18 +124,13 @@ def leaves_aborted_deltas(staging: Any, own: Any, *arguments: Any) -> torch.Tens
     return arrived
 
 
-def takes_any_base(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def request(update: WeightUpdate) -> None:
-        if update.base is not None:
-            kept = endpoint._sink.kept
-            changes = {"base": kept} if kept is not None else {"base": None, "encodings": ()}
-            update = update.model_copy(update=changes)
-        await EmbeddedEndpoint.request_weight_update(endpoint, update)
-
-    faulty.request_weight_update = request
-    return endpoint
+@replaces("request_weight_update")
+async def takes_any_base(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> None:
+    if update.base is not None:
+        kept = endpoint._sink.kept
+        changes = {"base": kept} if kept is not None else {"base": None, "encodings": ()}
+        update = update.model_copy(update=changes)
+    await own(update)
 
 
 def receiving(change: Callable[[Any], None]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
@@ -237,16 +198,11 @@ def served_from_the_trainer(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return receiving(change)(endpoint)
 
 
-def without_the_token(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def join(spec: TransportSpec) -> None:
-        if spec.transport == "http":
-            spec = spec.model_copy(update={"token": "none"})
-        await EmbeddedEndpoint.init_process_group(endpoint, spec)
-
-    faulty.init_process_group = join
-    return endpoint
+@replaces("init_process_group")
+async def without_the_token(endpoint: EmbeddedEndpoint, own: Any, spec: TransportSpec) -> None:
+    if spec.transport == "http":
+        spec = spec.model_copy(update={"token": "none"})
+    await own(spec)
 
 
 MUTANTS = (

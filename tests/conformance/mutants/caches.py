@@ -12,6 +12,7 @@ from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.slot_attention import StepPlan
 from inflight.wire import InFlightPolicy
 from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import replaces
 
 Cache = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]]
 
@@ -136,19 +137,13 @@ def continuing_completions(num_missing: int) -> Any:
     return infect
 
 
-def recomputing_four(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    load = engine.load
-
-    def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> None:
-        others = dict(list(engine.scheduler.running.items())[4:]) if policy is InFlightPolicy.RECOMPUTE else {}
-        for slot in others:
-            del engine.scheduler.running[slot]
-        load(tensors, version, policy)
-        engine.scheduler.running |= others
-
-    engine.load = faulty
-    return endpoint
+@replaces("_engine.load")
+def recomputing_four(endpoint: EmbeddedEndpoint, load: Any, tensors: Any, version: int, policy: InFlightPolicy) -> None:
+    others = dict(list(endpoint._engine.scheduler.running.items())[4:]) if policy is InFlightPolicy.RECOMPUTE else {}
+    for slot in others:
+        del endpoint._engine.scheduler.running[slot]
+    load(tensors, version, policy)
+    endpoint._engine.scheduler.running |= others
 
 
 def keeping_chunks(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -189,18 +184,14 @@ def keeping_chunks(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def restarting_numbers(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    load = engine.load
-
-    def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> None:
-        if policy is InFlightPolicy.RECOMPUTE:
-            for sequence in engine.scheduler.running.values():
-                sequence.uniform = random.Random(f"{sequence.request.sampling.seed}:{sequence.index}").random
-        load(tensors, version, policy)
-
-    engine.load = faulty
-    return endpoint
+@replaces("_engine.load")
+def restarting_numbers(
+    endpoint: EmbeddedEndpoint, load: Any, tensors: Any, version: int, policy: InFlightPolicy
+) -> None:
+    if policy is InFlightPolicy.RECOMPUTE:
+        for sequence in endpoint._engine.scheduler.running.values():
+            sequence.uniform = random.Random(f"{sequence.request.sampling.seed}:{sequence.index}").random
+    load(tensors, version, policy)
 
 
 def swapped_policy(taken: InFlightPolicy, instead: InFlightPolicy) -> Any:

@@ -19,7 +19,7 @@ from inflight.wire import (
     WeightVersion,
 )
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import announcing, pausing
+from tests.conformance.mutants.patches import announcing, pausing, replaces
 
 
 async def end_what_is_open(endpoint: EmbeddedEndpoint, run_id: str) -> None:
@@ -30,16 +30,11 @@ async def end_what_is_open(endpoint: EmbeddedEndpoint, run_id: str) -> None:
         await EmbeddedEndpoint.abort_weight_update(endpoint, ref)
 
 
-def hangs_on_a_pause(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def request(update: WeightUpdate) -> None:
-        await EmbeddedEndpoint.request_weight_update(endpoint, update)
-        if update.in_flight is InFlightPolicy.KEEP:
-            await asyncio.Event().wait()
-
-    faulty.request_weight_update = request
-    return endpoint
+@replaces("request_weight_update")
+async def hangs_on_a_pause(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> None:
+    await own(update)
+    if update.in_flight is InFlightPolicy.KEEP:
+        await asyncio.Event().wait()
 
 
 def stops_late(engine: Any, pause: Callable[..., None], policy: InFlightPolicy, on_paused: Callable[[], None]) -> None:
@@ -66,88 +61,51 @@ def pauses_as(taken: InFlightPolicy, instead: InFlightPolicy) -> Callable[..., N
     return lambda engine, pause, policy, on_paused: pause(instead if policy is taken else policy, on_paused)
 
 
-def refuses_newcomers(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def generate(request: GenerateRequest) -> GenerateResponse:
-        if (await endpoint.weight_version()).state is not EndpointState.READY:
-            raise InvalidRequestError("weights are being updated; come back later")
-        return await EmbeddedEndpoint.generate(endpoint, request)
-
-    faulty.generate = generate
-    return endpoint
+@replaces("generate")
+async def refuses_newcomers(endpoint: EmbeddedEndpoint, own: Any, request: GenerateRequest) -> GenerateResponse:
+    if (await endpoint.weight_version()).state is not EndpointState.READY:
+        raise InvalidRequestError("weights are being updated; come back later")
+    return await own(request)
 
 
-def accepts_a_second_pause(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def request(update: WeightUpdate) -> None:
-        await end_what_is_open(endpoint, update.run_id)
-        await EmbeddedEndpoint.request_weight_update(endpoint, update)
-
-    faulty.request_weight_update = request
-    return endpoint
+@replaces("request_weight_update")
+async def accepts_a_second_pause(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> None:
+    await end_what_is_open(endpoint, update.run_id)
+    await own(update)
 
 
-def commits_nothing(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def commit(ref: UpdateRef) -> WeightVersion:
-        version = await endpoint.weight_version()
-        return version if version.updating_to is None else await EmbeddedEndpoint.commit_weight_update(endpoint, ref)
-
-    faulty.commit_weight_update = commit
-    return endpoint
+@replaces("commit_weight_update")
+async def commits_nothing(endpoint: EmbeddedEndpoint, own: Any, ref: UpdateRef) -> WeightVersion:
+    version = await endpoint.weight_version()
+    return version if version.updating_to is None else await own(ref)
 
 
-def ended_by_an_early_commit(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def commit(ref: UpdateRef) -> WeightVersion:
-        try:
-            return await EmbeddedEndpoint.commit_weight_update(endpoint, ref)
-        except UpdateRefusedError:
-            await end_what_is_open(endpoint, ref.run_id)
-            raise
-
-    faulty.commit_weight_update = commit
-    return endpoint
-
-
-def accepts_stale_versions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    session: Any = endpoint._updates._session
-    reason = session._reason_to_refuse
-
-    def faulty(update: WeightUpdate) -> str | None:
-        text: str | None = reason(update)
-        return None if text is not None and "is already served" in text else text
-
-    session._reason_to_refuse = faulty
-    return endpoint
-
-
-def accepts_any_run(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    session: Any = endpoint._updates._session
-    reason = session._reason_to_refuse
-
-    def faulty(update: WeightUpdate) -> str | None:
-        session._group_run_id = session._group_run_id and update.run_id
-        text: str | None = reason(update)
-        return text
-
-    session._reason_to_refuse = faulty
-    return endpoint
-
-
-def aborts_whatever_is_open(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def abort(ref: UpdateRef) -> WeightVersion:
+@replaces("commit_weight_update")
+async def ended_by_an_early_commit(endpoint: EmbeddedEndpoint, own: Any, ref: UpdateRef) -> WeightVersion:
+    try:
+        return await own(ref)
+    except UpdateRefusedError:
         await end_what_is_open(endpoint, ref.run_id)
-        return await endpoint.weight_version()
+        raise
 
-    faulty.abort_weight_update = abort
-    return endpoint
+
+@replaces("_updates._session._reason_to_refuse")
+def accepts_stale_versions(endpoint: EmbeddedEndpoint, reason: Any, update: WeightUpdate) -> str | None:
+    text: str | None = reason(update)
+    return None if text is not None and "is already served" in text else text
+
+
+@replaces("_updates._session._reason_to_refuse")
+def accepts_any_run(endpoint: EmbeddedEndpoint, reason: Any, update: WeightUpdate) -> str | None:
+    endpoint._updates._session._group_run_id = endpoint._updates._session._group_run_id and update.run_id
+    text: str | None = reason(update)
+    return text
+
+
+@replaces("abort_weight_update")
+async def aborts_whatever_is_open(endpoint: EmbeddedEndpoint, _: Any, ref: UpdateRef) -> WeightVersion:
+    await end_what_is_open(endpoint, ref.run_id)
+    return await endpoint.weight_version()
 
 
 def lease_from_the_pause_on(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -167,28 +125,18 @@ def lease_from_the_pause_on(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def answers_before_the_switch(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def commit(ref: UpdateRef) -> WeightVersion:
-        before = await endpoint.weight_version()
-        await EmbeddedEndpoint.commit_weight_update(endpoint, ref)
-        return before
-
-    faulty.commit_weight_update = commit
-    return endpoint
+@replaces("commit_weight_update")
+async def answers_before_the_switch(endpoint: EmbeddedEndpoint, own: Any, ref: UpdateRef) -> WeightVersion:
+    before = await endpoint.weight_version()
+    await own(ref)
+    return before
 
 
-def reports_paused_to_the_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def weight_version() -> WeightVersion:
-        version = await EmbeddedEndpoint.weight_version(endpoint)
-        is_updating = version.state is EndpointState.UPDATING
-        return version.model_copy(update={"state": EndpointState.PAUSED}) if is_updating else version
-
-    faulty.weight_version = weight_version
-    return endpoint
+@replaces("weight_version")
+async def reports_paused_to_the_end(endpoint: EmbeddedEndpoint, own: Any) -> WeightVersion:
+    version = await own()
+    is_updating = version.state is EndpointState.UPDATING
+    return version.model_copy(update={"state": EndpointState.PAUSED}) if is_updating else version
 
 
 MUTANTS = (

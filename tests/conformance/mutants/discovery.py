@@ -9,19 +9,14 @@ from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.wire import GenerateRequest, GenerateResponse, InFlightPolicy, TransportSpec, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import with_capabilities
+from tests.conformance.mutants.patches import replaces, with_capabilities
 
 
-def reports_free_slots(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    capabilities = endpoint.capabilities
-
-    async def faulty() -> Any:
-        reported = await capabilities()
-        num_free = reported.max_concurrent_sequences - endpoint.stats().num_finished
-        return reported.model_copy(update={"max_concurrent_sequences": num_free})
-
-    endpoint.capabilities = faulty
-    return endpoint
+@replaces("capabilities")
+async def reports_free_slots(endpoint: EmbeddedEndpoint, capabilities: Any) -> Any:
+    reported = await capabilities()
+    num_free = reported.max_concurrent_sequences - endpoint.stats().num_finished
+    return reported.model_copy(update={"max_concurrent_sequences": num_free})
 
 
 def wider_vocabulary(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -59,12 +54,9 @@ def acknowledging(transport: str) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoi
     return infect
 
 
-def refuses_supported_chat(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    async def faulty(request: Any) -> Any:
-        raise UnsupportedError("no chat here")
-
-    endpoint.chat_completion = faulty
-    return endpoint
+@replaces("chat_completion")
+async def refuses_supported_chat(endpoint: EmbeddedEndpoint, _: Any, request: Any) -> Any:
+    raise UnsupportedError("no chat here")
 
 
 def reporting(change: Any) -> Any:

@@ -15,35 +15,28 @@ from inflight.engines.embedded.speculation import DrawnTokens, num_accepted
 from inflight.wire import SamplingParams
 from tests.conformance.mutants import patches
 from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import replaces
 
 
-def accepting_everything(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    speculation: Any = endpoint._engine.speculation
-    verify = speculation.verify
-
-    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
-        start = 0
-        for sequence in sequences:
-            token_ids[start : start + len(sequence.draft)] = sequence.draft
-            start += len(sequence.draft) + 1
-        return verify(sequences, token_ids, logprobs)
-
-    speculation.verify = faulty
-    return endpoint
+@replaces("_engine.speculation.verify")
+def accepting_everything(
+    endpoint: EmbeddedEndpoint, verify: Any, sequences: Any, token_ids: list[int], logprobs: list[float]
+) -> list[DrawnTokens]:
+    start = 0
+    for sequence in sequences:
+        token_ids[start : start + len(sequence.draft)] = sequence.draft
+        start += len(sequence.draft) + 1
+    return verify(sequences, token_ids, logprobs)
 
 
-def reporting_the_drafts(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    speculation: Any = endpoint._engine.speculation
-    verify = speculation.verify
-
-    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
-        return [
-            it._replace(logprobs=[0.0] * (len(it.logprobs) - 1) + it.logprobs[-1:])
-            for it in verify(sequences, token_ids, logprobs)
-        ]
-
-    speculation.verify = faulty
-    return endpoint
+@replaces("_engine.speculation.verify")
+def reporting_the_drafts(
+    endpoint: EmbeddedEndpoint, verify: Any, sequences: Any, token_ids: list[int], logprobs: list[float]
+) -> list[DrawnTokens]:
+    return [
+        it._replace(logprobs=[0.0] * (len(it.logprobs) - 1) + it.logprobs[-1:])
+        for it in verify(sequences, token_ids, logprobs)
+    ]
 
 
 def drawing_again_after_a_rejection(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -75,18 +68,14 @@ def drawing_again_after_a_rejection(endpoint: EmbeddedEndpoint) -> EmbeddedEndpo
     return endpoint
 
 
-def counting_those_of_the_engine(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    speculation: Any = endpoint._engine.speculation
-    verify = speculation.verify
-
-    def faulty(sequences: Any, token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
-        kept = verify(sequences, token_ids, logprobs)
-        for it in kept:
-            it.sequence.num_verifications, it.sequence.num_accepted = 1, speculation._counters.num_accepted
-        return kept
-
-    speculation.verify = faulty
-    return endpoint
+@replaces("_engine.speculation.verify")
+def counting_those_of_the_engine(
+    endpoint: EmbeddedEndpoint, verify: Any, sequences: Any, token_ids: list[int], logprobs: list[float]
+) -> list[DrawnTokens]:
+    kept = verify(sequences, token_ids, logprobs)
+    for it in kept:
+        it.sequence.num_verifications, it.sequence.num_accepted = 1, endpoint._engine.speculation._counters.num_accepted
+    return kept
 
 
 MUTANTS = (

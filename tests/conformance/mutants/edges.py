@@ -11,7 +11,7 @@ from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sampler import sample
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, SamplingParams
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import Drawn, answering, drawing, sampling_with, without_last
+from tests.conformance.mutants.patches import Drawn, answering, drawing, replaces, sampling_with, without_last
 
 
 def certain_end(which: Callable[[SamplingParams], object]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
@@ -41,15 +41,12 @@ def stream_without_its_end(which: Callable[[SamplingParams], object]) -> Callabl
     return infect
 
 
-def stream_ends_with_length(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    stream = endpoint.generate_stream
-
-    async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        async for chunk in stream(request):
-            yield chunk.model_copy(update={"finish_reason": chunk.finish_reason and "length"})
-
-    endpoint.generate_stream = faulty
-    return endpoint
+@replaces("generate_stream")
+async def stream_ends_with_length(
+    endpoint: EmbeddedEndpoint, stream: Any, request: GenerateRequest
+) -> AsyncIterator[CompletionChunk]:
+    async for chunk in stream(request):
+        yield chunk.model_copy(update={"finish_reason": chunk.finish_reason and "length"})
 
 
 def searching(text_of: Callable[[Any, Any], str]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
@@ -123,35 +120,27 @@ def attention_capped(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def aborted_stream_without_an_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+@replaces("generate_stream")
+async def aborted_stream_without_an_end(
+    endpoint: EmbeddedEndpoint, stream: Any, request: GenerateRequest
+) -> AsyncIterator[CompletionChunk]:
     """Report no finish reason of a stream that was aborted."""
-    stream = endpoint.generate_stream
-
-    async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        async for chunk in stream(request):
-            if chunk.finish_reason != "abort":
-                yield chunk
-
-    endpoint.generate_stream = faulty
-    return endpoint
+    async for chunk in stream(request):
+        if chunk.finish_reason != "abort":
+            yield chunk
 
 
-def chat_stream_drops_its_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+@replaces("chat_completion_stream")
+async def chat_stream_drops_its_end(endpoint: EmbeddedEndpoint, stream: Any, request: Any) -> AsyncIterator[Any]:
     """Leave out the last text of a chat stream that stops."""
-    stream = endpoint.chat_completion_stream
-
-    async def faulty(request: Any) -> AsyncIterator[Any]:
-        async for event in stream(request):
-            choices = [
-                it.model_copy(update={"delta": it.delta.model_copy(update={"content": ""})})
-                if it.finish_reason == "stop"
-                else it
-                for it in event.choices
-            ]
-            yield event.model_copy(update={"choices": tuple(choices)})
-
-    endpoint.chat_completion_stream = faulty
-    return endpoint
+    async for event in stream(request):
+        choices = [
+            it.model_copy(update={"delta": it.delta.model_copy(update={"content": ""})})
+            if it.finish_reason == "stop"
+            else it
+            for it in event.choices
+        ]
+        yield event.model_copy(update={"choices": tuple(choices)})
 
 
 def late_completions_shifted(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:

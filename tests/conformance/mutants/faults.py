@@ -28,17 +28,12 @@ from inflight.wire import (
 )
 from tests.conformance.mutants.control import end_what_is_open
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import pausing
+from tests.conformance.mutants.patches import pausing, replaces
 
 
-def joins_for_ever(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def join(spec: ProcessGroupSpec) -> None:
-        await EmbeddedEndpoint.init_process_group(endpoint, spec.model_copy(update={"timeout_s": 3600.0}))
-
-    faulty.init_process_group = join
-    return endpoint
+@replaces("init_process_group")
+async def joins_for_ever(endpoint: EmbeddedEndpoint, own: Any, spec: ProcessGroupSpec) -> None:
+    await own(spec.model_copy(update={"timeout_s": 3600.0}))
 
 
 def receives_within(timeout_s: Callable[[float], float]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
@@ -95,19 +90,14 @@ def store_is_there(spec: ProcessGroupSpec, _: float) -> bool:
         return probe.connect_ex((spec.master_address, spec.master_port)) == 0
 
 
-def waits_for_the_dead(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def receive(bucket: BucketTransfer) -> None:
-        try:
-            await EmbeddedEndpoint.receive_weights(endpoint, bucket)
-        except TransferError as error:
-            if "imed out" not in str(error):
-                await asyncio.sleep(60)
-            raise
-
-    faulty.receive_weights = receive
-    return endpoint
+@replaces("receive_weights")
+async def waits_for_the_dead(endpoint: EmbeddedEndpoint, own: Any, bucket: BucketTransfer) -> None:
+    try:
+        await own(bucket)
+    except TransferError as error:
+        if "imed out" not in str(error):
+            await asyncio.sleep(60)
+        raise
 
 
 def accepts_a_bucket_twice(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -123,43 +113,28 @@ def accepts_a_bucket_twice(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def accepts_buckets_in_any_order(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def receive(bucket: BucketTransfer) -> None:
-        try:
-            await EmbeddedEndpoint.receive_weights(endpoint, bucket)
-        except UpdateRefusedError as error:
-            if "is next" not in str(error):
-                raise
-
-    faulty.receive_weights = receive
-    return endpoint
+@replaces("receive_weights")
+async def accepts_buckets_in_any_order(endpoint: EmbeddedEndpoint, own: Any, bucket: BucketTransfer) -> None:
+    try:
+        await own(bucket)
+    except UpdateRefusedError as error:
+        if "is next" not in str(error):
+            raise
 
 
-def commits_during_a_drain(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def commit(ref: UpdateRef) -> WeightVersion:
-        opened = faulty._updates._open
-        if opened is not None and opened.pausing is not None and not opened.pausing.done():
-            opened.pausing = None
-        return await EmbeddedEndpoint.commit_weight_update(endpoint, ref)
-
-    faulty.commit_weight_update = commit
-    return endpoint
+@replaces("commit_weight_update")
+async def commits_during_a_drain(endpoint: EmbeddedEndpoint, own: Any, ref: UpdateRef) -> WeightVersion:
+    opened = endpoint._updates._open
+    if opened is not None and opened.pausing is not None and not opened.pausing.done():
+        opened.pausing = None
+    return await own(ref)
 
 
-def refuses_a_group(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def join(spec: ProcessGroupSpec) -> None:
-        if (await endpoint.weight_version()).updating_to is not None:
-            raise UpdateRefusedError("an update is open")
-        await EmbeddedEndpoint.init_process_group(endpoint, spec)
-
-    faulty.init_process_group = join
-    return endpoint
+@replaces("init_process_group")
+async def refuses_a_group(endpoint: EmbeddedEndpoint, own: Any, spec: ProcessGroupSpec) -> None:
+    if (await endpoint.weight_version()).updating_to is not None:
+        raise UpdateRefusedError("an update is open")
+    await own(spec)
 
 
 def applies_as_they_arrive(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -240,30 +215,20 @@ def acknowledged_under_load(
     return on_paused()
 
 
-def looks_and_then_takes(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def request(update: WeightUpdate) -> None:
-        is_free = (await endpoint.weight_version()).updating_to is None
-        await asyncio.sleep(0.05)
-        if is_free:
-            await end_what_is_open(endpoint, update.run_id)
-        await EmbeddedEndpoint.request_weight_update(endpoint, update)
-
-    faulty.request_weight_update = request
-    return endpoint
+@replaces("request_weight_update")
+async def looks_and_then_takes(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> None:
+    is_free = (await endpoint.weight_version()).updating_to is None
+    await asyncio.sleep(0.05)
+    if is_free:
+        await end_what_is_open(endpoint, update.run_id)
+    await own(update)
 
 
-def returns_the_first_version_read(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def abort(ref: UpdateRef) -> WeightVersion:
-        before = await endpoint.weight_version()
-        after = await EmbeddedEndpoint.abort_weight_update(endpoint, ref)
-        return after.model_copy(update={"version": before.version})
-
-    faulty.abort_weight_update = abort
-    return endpoint
+@replaces("abort_weight_update")
+async def returns_the_first_version_read(endpoint: EmbeddedEndpoint, own: Any, ref: UpdateRef) -> WeightVersion:
+    before = await endpoint.weight_version()
+    after = await own(ref)
+    return after.model_copy(update={"version": before.version})
 
 
 def tires_of_pauses(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -284,27 +249,17 @@ def deaf_while_paused(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def compares_versions_of_any_run(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def request(update: WeightUpdate) -> None:
-        served = (await endpoint.weight_version()).version
-        if update.version < served:
-            raise UpdateRefusedError(f"version {served} is already served")
-        await EmbeddedEndpoint.request_weight_update(endpoint, update)
-
-    faulty.request_weight_update = request
-    return endpoint
+@replaces("request_weight_update")
+async def compares_versions_of_any_run(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> None:
+    served = (await endpoint.weight_version()).version
+    if update.version < served:
+        raise UpdateRefusedError(f"version {served} is already served")
+    await own(update)
 
 
-def leaves_requests_waiting(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def fail_requests() -> None:
-        return
-
-    faulty.fail_requests = fail_requests
-    return endpoint
+@replaces("fail_requests")
+async def leaves_requests_waiting(endpoint: EmbeddedEndpoint, _: Any) -> None:
+    return
 
 
 def poisoned_in_name_only(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -319,18 +274,12 @@ def poisoned_in_name_only(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def healed_by_an_abort(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    session: Any = endpoint._updates.session
-    abort = session.abort
-
-    def faulty(*, torn: bool = False) -> None:
-        was_applying = session._open is not None and session._open.is_applying
-        abort(torn=torn)
-        if not was_applying:
-            session._state = EndpointState.READY
-
-    session.abort = faulty
-    return endpoint
+@replaces("_updates.session.abort")
+def healed_by_an_abort(endpoint: EmbeddedEndpoint, abort: Any, *, torn: bool = False) -> None:
+    was_applying = endpoint._updates.session._open is not None and endpoint._updates.session._open.is_applying
+    abort(torn=torn)
+    if not was_applying:
+        endpoint._updates.session._state = EndpointState.READY
 
 
 MUTANTS = (

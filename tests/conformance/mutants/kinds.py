@@ -14,6 +14,7 @@ from inflight.weights.receive.base_weights import merge_lora
 from inflight.wire import InFlightPolicy, WeightUpdate
 from tests.conformance.mutants.caches import Cache, cache_prompts, continuing_completions
 from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import replaces
 
 Which = Callable[[WeightUpdate], bool]
 
@@ -79,40 +80,27 @@ def prefixes_keyed_by(key: Callable[[WeightUpdate], object]) -> Callable[[Embedd
     return infect
 
 
-def lora_kept_by_updates_in_part(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    prepare = endpoint._adapted.prepare
-
-    def faulty(manifest: Any, arrived: Any, present: Any) -> Any:
-        load = prepare(manifest, arrived, present)
-        sent = {name for name, _ in arrived}
-        return replace(load, tensors=[it for it in load.tensors if it[0] in sent]) if manifest.frozen else load
-
-    endpoint._adapted.prepare = faulty
-    return endpoint
+@replaces("_adapted.prepare")
+def lora_kept_by_updates_in_part(
+    endpoint: EmbeddedEndpoint, prepare: Any, manifest: Any, arrived: Any, present: Any
+) -> Any:
+    load = prepare(manifest, arrived, present)
+    sent = {name for name, _ in arrived}
+    return replace(load, tensors=[it for it in load.tensors if it[0] in sent]) if manifest.frozen else load
 
 
-def lora_lost_by_release(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    own = endpoint._engine.take_memory
-
-    @torch.no_grad()
-    def faulty() -> None:
-        own()
-        for name, tensor in endpoint._adapted._base.items():
-            endpoint._engine.weights.by_name[name].copy_(tensor)
-
-    endpoint._engine.take_memory = faulty
-    return endpoint
+@replaces("_engine.take_memory")
+@torch.no_grad()
+def lora_lost_by_release(endpoint: EmbeddedEndpoint, own: Any) -> None:
+    own()
+    for name, tensor in endpoint._adapted._base.items():
+        endpoint._engine.weights.by_name[name].copy_(tensor)
 
 
-def base_lost_by_release(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    own = endpoint._engine.free_memory
-
-    def faulty() -> None:
-        endpoint._adapted._base = {}
-        own()
-
-    endpoint._engine.free_memory = faulty
-    return endpoint
+@replaces("_engine.free_memory")
+def base_lost_by_release(endpoint: EmbeddedEndpoint, own: Any) -> None:
+    endpoint._adapted._base = {}
+    own()
 
 
 def plain_scale(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -144,19 +132,13 @@ def aborted_tensors_come_later(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def aborted_lora_becomes_the_base(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+@replaces("_adapted.prepare")
+def aborted_lora_becomes_the_base(endpoint: EmbeddedEndpoint, prepare: Any, *arguments: Any) -> Any:
     """Record the base of a LoRA when it has arrived, not when it is committed."""
-    adapted: Any = endpoint._adapted
-    prepare = adapted.prepare
-
-    def faulty(*arguments: Any) -> Any:
-        load = prepare(*arguments)
-        if load.base:
-            adapted._base = {name: dict(load.tensors)[name] for name in load.base}
-        return load
-
-    adapted.prepare = faulty
-    return endpoint
+    load = prepare(*arguments)
+    if load.base:
+        endpoint._adapted._base = {name: dict(load.tensors)[name] for name in load.base}
+    return load
 
 
 def pages_lost_by_release(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:

@@ -8,6 +8,7 @@ import torch
 
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import replaces
 
 
 def positions_shift(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -20,17 +21,13 @@ def positions_shift(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def wears_away(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    load = engine.load
-
-    def faulty(tensors: Any, *others: Any) -> None:
-        load(tensors, *others)
-        with torch.no_grad():
-            engine.weights.model.get_output_embeddings().weight.mul_(1.00002**engine.counters.num_updates)
-
-    engine.load = faulty
-    return endpoint
+@replaces("_engine.load")
+def wears_away(endpoint: EmbeddedEndpoint, load: Any, tensors: Any, *others: Any) -> None:
+    load(tensors, *others)
+    with torch.no_grad():
+        endpoint._engine.weights.model.get_output_embeddings().weight.mul_(
+            1.00002**endpoint._engine.counters.num_updates
+        )
 
 
 MUTANTS = (

@@ -5,6 +5,7 @@ Those that change how tokens are drawn change it for the whole process: a faulty
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,24 @@ from inflight.engines.embedded.sampler import sample
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, SamplingParams, WeightUpdate
 
 Drawn = tuple[list[int], list[float]]
+
+
+def replaces(path: str) -> Callable[[Callable[..., Any]], Callable[[EmbeddedEndpoint], EmbeddedEndpoint]]:
+    """Make a function take the place of the method that ``path`` leads to from the endpoint.
+
+    The function receives the endpoint, the method, and the arguments of the call.
+    """
+    *owners, name = path.split(".")
+
+    def decorate(fault: Callable[..., Any]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+        def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+            owner = functools.reduce(getattr, owners, endpoint)
+            setattr(owner, name, functools.partial(fault, endpoint, getattr(owner, name)))
+            return endpoint
+
+        return infect
+
+    return decorate
 
 
 def with_capabilities(**changes: Any) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:

@@ -7,19 +7,13 @@ from typing import Any
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import with_capabilities
+from tests.conformance.mutants.patches import replaces, with_capabilities
 
 
-def ends_requests(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    own = engine.free_memory
-
-    def free_memory() -> None:
-        engine.scheduler.cancel_all()
-        own()
-
-    engine.free_memory = free_memory
-    return endpoint
+@replaces("_engine.free_memory")
+def ends_requests(endpoint: EmbeddedEndpoint, own: Any) -> None:
+    endpoint._engine.scheduler.cancel_all()
+    own()
 
 
 def samples_while_released(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -28,27 +22,17 @@ def samples_while_released(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def restores_for_an_update(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def request(update: WeightUpdate) -> None:
-        await endpoint.restore_memory()
-        await EmbeddedEndpoint.request_weight_update(endpoint, update)
-
-    faulty.request_weight_update = request
-    return endpoint
+@replaces("request_weight_update")
+async def restores_for_an_update(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> None:
+    await endpoint.restore_memory()
+    await own(update)
 
 
-def reports_ready(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def weight_version() -> WeightVersion:
-        version = await EmbeddedEndpoint.weight_version(endpoint)
-        is_released = version.state is EndpointState.RELEASED
-        return version.model_copy(update={"state": EndpointState.READY}) if is_released else version
-
-    faulty.weight_version = weight_version
-    return endpoint
+@replaces("weight_version")
+async def reports_ready(endpoint: EmbeddedEndpoint, own: Any) -> WeightVersion:
+    version = await own()
+    is_released = version.state is EndpointState.RELEASED
+    return version.model_copy(update={"state": EndpointState.READY}) if is_released else version
 
 
 def comes_back_with_the_checkpoint(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:

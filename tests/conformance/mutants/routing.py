@@ -8,6 +8,7 @@ from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sequences import Sequence
 from inflight.model.routing import Experts
 from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import replaces
 
 
 def of_a_neighbour(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -24,20 +25,14 @@ def of_a_neighbour(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def without_the_prompt(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    forward = engine.steps._forward
-
-    def faulty(groups: list[list[Sequence]]) -> Any:
-        drawn = forward(groups)
-        for group in groups:
-            for sequence in group:
-                if len(sequence.routed) == 1:
-                    sequence.routed[0] = sequence.routed[0][:0]
-        return drawn
-
-    engine.steps._forward = faulty
-    return endpoint
+@replaces("_engine.steps._forward")
+def without_the_prompt(endpoint: EmbeddedEndpoint, forward: Any, groups: list[list[Sequence]]) -> Any:
+    drawn = forward(groups)
+    for group in groups:
+        for sequence in group:
+            if len(sequence.routed) == 1:
+                sequence.routed[0] = sequence.routed[0][:0]
+    return drawn
 
 
 def ignoring_unsupported(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:

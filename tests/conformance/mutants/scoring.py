@@ -10,7 +10,7 @@ import torch
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.wire import ScoreRequest, ScoreResponse, VersionSpan
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import with_capabilities
+from tests.conformance.mutants.patches import replaces, with_capabilities
 
 
 def scoring(change: Callable[[ScoreRequest, torch.Tensor], torch.Tensor]) -> Callable[[Any], EmbeddedEndpoint]:
@@ -56,16 +56,11 @@ def remembering(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def labelled_on_arrival(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    score = endpoint.score
-
-    async def faulty(request: ScoreRequest) -> ScoreResponse:
-        version = (await endpoint.weight_version()).version
-        span = VersionSpan(version=version, start=0, end=request.num_scored)
-        return (await score(request)).model_copy(update={"version_spans": (span,)})
-
-    endpoint.score = faulty
-    return endpoint
+@replaces("score")
+async def labelled_on_arrival(endpoint: EmbeddedEndpoint, score: Any, request: ScoreRequest) -> ScoreResponse:
+    version = (await endpoint.weight_version()).version
+    span = VersionSpan(version=version, start=0, end=request.num_scored)
+    return (await score(request)).model_copy(update={"version_spans": (span,)})
 
 
 def truncating_scores(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:

@@ -12,33 +12,22 @@ from inflight.wire import BucketTransfer, InFlightPolicy, TransportSpec, UpdateR
 from tests.conformance.mutants.control import end_what_is_open
 from tests.conformance.mutants.faults import applies_as_they_arrive
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import announcing
+from tests.conformance.mutants.patches import announcing, replaces
 
 
-def reports_paused_while_staging(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def request(update: WeightUpdate) -> None:
-        await EmbeddedEndpoint.request_weight_update(endpoint, update)
-        if update.staged:
-            await faulty._in_engine(lambda: faulty._engine.pauses.pause(InFlightPolicy.KEEP, lambda: None))
-
-    faulty.request_weight_update = request
-    return endpoint
+@replaces("request_weight_update")
+async def reports_paused_while_staging(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> None:
+    await own(update)
+    if update.staged:
+        await endpoint._in_engine(lambda: endpoint._engine.pauses.pause(InFlightPolicy.KEEP, lambda: None))
 
 
-def ends_requests_with_a_staged_update(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    session: Any = endpoint._updates._session
-    own = session.abort
-
-    def abort(*, torn: bool = False) -> None:
-        is_staged = session.update is not None and session.update.staged
-        own(torn=torn)
-        if is_staged:
-            endpoint._engine.call(endpoint._engine.scheduler.cancel_all)
-
-    session.abort = abort
-    return endpoint
+@replaces("_updates._session.abort")
+def ends_requests_with_a_staged_update(endpoint: EmbeddedEndpoint, own: Any, *, torn: bool = False) -> None:
+    is_staged = endpoint._updates._session.update is not None and endpoint._updates._session.update.staged
+    own(torn=torn)
+    if is_staged:
+        endpoint._engine.call(endpoint._engine.scheduler.cancel_all)
 
 
 def stages_for_ever(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -61,62 +50,37 @@ def forgets_ended_sessions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def identifies_sessions_by_version(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def abort(ref: UpdateRef) -> WeightVersion:
-        if (await endpoint.weight_version()).updating_to != ref.version:
-            return await EmbeddedEndpoint.abort_weight_update(endpoint, ref)
-        update = endpoint._updates.session.update
-        assert update is not None
-        return await EmbeddedEndpoint.abort_weight_update(endpoint, update.ref)
-
-    faulty.abort_weight_update = abort
-    return endpoint
+@replaces("abort_weight_update")
+async def identifies_sessions_by_version(endpoint: EmbeddedEndpoint, own: Any, ref: UpdateRef) -> WeightVersion:
+    if (await endpoint.weight_version()).updating_to != ref.version:
+        return await own(ref)
+    update = endpoint._updates.session.update
+    assert update is not None
+    return await own(update.ref)
 
 
-def any_incarnation(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    session: Any = endpoint._updates._session
-
-    def fence(run_id: str, incarnation: int) -> None:
-        session._owner, session._incarnation = run_id, incarnation
-
-    session.fence = fence
-    return endpoint
+@replaces("_updates._session.fence")
+def any_incarnation(endpoint: EmbeddedEndpoint, _: Any, run_id: str, incarnation: int) -> None:
+    endpoint._updates._session._owner, endpoint._updates._session._incarnation = run_id, incarnation
 
 
-def reports_the_owner_alone(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def weight_version() -> WeightVersion:
-        found = await EmbeddedEndpoint.weight_version(endpoint)
-        return found.model_copy(update={"incarnations": {found.owner_run_id: found.incarnation}})
-
-    faulty.weight_version = weight_version
-    return endpoint
+@replaces("weight_version")
+async def reports_the_owner_alone(endpoint: EmbeddedEndpoint, own: Any) -> WeightVersion:
+    found: WeightVersion = await own()
+    return found.model_copy(update={"incarnations": {found.owner_run_id: found.incarnation}})
 
 
-def fences_the_owner_alone(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    session: Any = endpoint._updates._session
-    own = session.fence
-
-    def fence(run_id: str, incarnation: int) -> None:
-        highest = session.incarnations.get(run_id, 0)
-        own(run_id, incarnation if run_id == session.owner else max(incarnation, highest))
-
-    session.fence = fence
-    return endpoint
+@replaces("_updates._session.fence")
+def fences_the_owner_alone(endpoint: EmbeddedEndpoint, own: Any, run_id: str, incarnation: int) -> None:
+    session = endpoint._updates._session
+    highest = session.incarnations.get(run_id, 0)
+    own(run_id, incarnation if run_id == session.owner else max(incarnation, highest))
 
 
-def fenced_too_late(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-
-    async def join(spec: TransportSpec) -> None:
-        await end_what_is_open(endpoint, spec.run_id)
-        await EmbeddedEndpoint.init_process_group(endpoint, spec)
-
-    faulty.init_process_group = join
-    return endpoint
+@replaces("init_process_group")
+async def fenced_too_late(endpoint: EmbeddedEndpoint, own: Any, spec: TransportSpec) -> None:
+    await end_what_is_open(endpoint, spec.run_id)
+    await own(spec)
 
 
 def receives_again(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:

@@ -18,7 +18,7 @@ from inflight.weights.transports.store import StoredReceiver
 from inflight.wire import DTYPE_SIZES, BucketSpec, BucketTransfer, Manifest, Sharding, WeightUpdate
 from tests.conformance.mutants.arrivals import always_the_first_update, receiving
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import with_capabilities
+from tests.conformance.mutants.patches import replaces, with_capabilities
 
 staging_module: Any = inflight.weights.receive.staging
 
@@ -190,19 +190,13 @@ def uncompared(parts: Any) -> tuple[Any, ...]:
     return tuple(part.model_copy(update={"checksum": None}) for part in parts)
 
 
-def group_of_any_size(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    updates: Any = endpoint._updates
-    own = updates._refuse_unsupported
-
-    def refuse(update: WeightUpdate) -> None:
-        joining, updates._joining = updates._joining, None
-        try:
-            own(update)
-        finally:
-            updates._joining = joining
-
-    updates._refuse_unsupported = refuse
-    return endpoint
+@replaces("_updates._refuse_unsupported")
+def group_of_any_size(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> None:
+    joining, endpoint._updates._joining = endpoint._updates._joining, None
+    try:
+        own(update)
+    finally:
+        endpoint._updates._joining = joining
 
 
 MUTANTS = (

@@ -19,7 +19,15 @@ from inflight.wire import (
     GenerateResponse,
 )
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import answering, drawing, sampling_with, taking, with_capabilities, without_last
+from tests.conformance.mutants.patches import (
+    answering,
+    drawing,
+    replaces,
+    sampling_with,
+    taking,
+    with_capabilities,
+    without_last,
+)
 
 
 def retokenised(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -33,14 +41,9 @@ def retokenised(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return taking(faulty)(endpoint)
 
 
-def own_request_id(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    generate = endpoint.generate
-
-    async def faulty(request: GenerateRequest) -> GenerateResponse:
-        return (await generate(request)).model_copy(update={"request_id": "cmpl-1"})
-
-    endpoint.generate = faulty
-    return endpoint
+@replaces("generate")
+async def own_request_id(endpoint: EmbeddedEndpoint, generate: Any, request: GenerateRequest) -> GenerateResponse:
+    return (await generate(request)).model_copy(update={"request_id": "cmpl-1"})
 
 
 def latest_request_id(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -121,99 +124,72 @@ def loses_slots(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return with_capabilities(max_concurrent_sequences=engine.scheduler.max_concurrent)(endpoint)
 
 
-def stream_outlives_its_reader(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    stream = endpoint.generate_stream
+@replaces("generate_stream")
+async def stream_outlives_its_reader(
+    endpoint: EmbeddedEndpoint, stream: Any, request: GenerateRequest
+) -> AsyncIterator[CompletionChunk]:
+    chunks: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
 
-    async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        chunks: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
-
-        async def read() -> None:
-            async for chunk in stream(request):
-                chunks.put_nowait(chunk)
-            chunks.put_nowait(None)
-
-        endpoint.reader = asyncio.ensure_future(read())
-        while (chunk := await chunks.get()) is not None:
-            yield chunk
-
-    endpoint.generate_stream = faulty
-    return endpoint
-
-
-def prompt_ids_of_chat_cut(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    chat_completion = endpoint.chat_completion
-
-    async def faulty(request: ChatCompletionRequest) -> ChatCompletion:
-        answer = await chat_completion(request)
-        return answer.model_copy(update={"prompt_token_ids": answer.prompt_token_ids[:-1]})
-
-    endpoint.chat_completion = faulty
-    return endpoint
-
-
-def chat_defaults(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    chat_request = endpoint.chat_request
-
-    def faulty(request: ChatCompletionRequest) -> GenerateRequest:
-        rendered = chat_request(request)
-        return rendered.model_copy(update={"sampling": rendered.sampling.model_copy(update={"top_k": 20})})
-
-    endpoint.chat_request = faulty
-    return endpoint
-
-
-def everything_so_far(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    stream = endpoint.generate_stream
-
-    async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        so_far: dict[int, tuple[Any, Any]] = {}
+    async def read() -> None:
         async for chunk in stream(request):
-            ids, logprobs = so_far.get(chunk.index, ((), ()))
-            so_far[chunk.index] = (ids + chunk.token_ids, logprobs + chunk.logprobs)
-            ids, logprobs = so_far[chunk.index]
-            yield chunk.model_copy(update={"token_ids": ids, "logprobs": logprobs})
+            chunks.put_nowait(chunk)
+        chunks.put_nowait(None)
 
-    endpoint.generate_stream = faulty
-    return endpoint
-
-
-def last_token_unsent(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    stream = endpoint.generate_stream
-
-    async def faulty(request: GenerateRequest) -> AsyncIterator[CompletionChunk]:
-        async for chunk in stream(request):
-            yield chunk if chunk.finish_reason is None else chunk.model_copy(update={"token_ids": (), "logprobs": ()})
-
-    endpoint.generate_stream = faulty
-    return endpoint
+    endpoint.reader = asyncio.ensure_future(read())
+    while (chunk := await chunks.get()) is not None:
+        yield chunk
 
 
-def text_token_by_token(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    stream = endpoint.chat_completion_stream
-    tokenizer: Any = endpoint._chat.tokenizer
-
-    async def faulty(request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
-        async for event in stream(request):
-            choices = []
-            for choice in event.choices:
-                text = tokenizer.decode(list(choice.token_ids), skip_special_tokens=True)
-                delta = choice.delta.model_copy(update={"content": text})
-                choices.append(choice.model_copy(update={"delta": delta}))
-            yield event.model_copy(update={"choices": tuple(choices)})
-
-    endpoint.chat_completion_stream = faulty
-    return endpoint
+@replaces("chat_completion")
+async def prompt_ids_of_chat_cut(
+    endpoint: EmbeddedEndpoint, chat_completion: Any, request: ChatCompletionRequest
+) -> ChatCompletion:
+    answer = await chat_completion(request)
+    return answer.model_copy(update={"prompt_token_ids": answer.prompt_token_ids[:-1]})
 
 
-def stops_checked_rarely(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    hit = engine.steps._hit_stop_string
+@replaces("chat_request")
+def chat_defaults(endpoint: EmbeddedEndpoint, chat_request: Any, request: ChatCompletionRequest) -> GenerateRequest:
+    rendered = chat_request(request)
+    return rendered.model_copy(update={"sampling": rendered.sampling.model_copy(update={"top_k": 20})})
 
-    def faulty(sequence: Any) -> bool:
-        return len(sequence.token_ids) % 8 == 0 and hit(sequence)
 
-    engine.steps._hit_stop_string = faulty
-    return endpoint
+@replaces("generate_stream")
+async def everything_so_far(
+    endpoint: EmbeddedEndpoint, stream: Any, request: GenerateRequest
+) -> AsyncIterator[CompletionChunk]:
+    so_far: dict[int, tuple[Any, Any]] = {}
+    async for chunk in stream(request):
+        ids, logprobs = so_far.get(chunk.index, ((), ()))
+        so_far[chunk.index] = (ids + chunk.token_ids, logprobs + chunk.logprobs)
+        ids, logprobs = so_far[chunk.index]
+        yield chunk.model_copy(update={"token_ids": ids, "logprobs": logprobs})
+
+
+@replaces("generate_stream")
+async def last_token_unsent(
+    endpoint: EmbeddedEndpoint, stream: Any, request: GenerateRequest
+) -> AsyncIterator[CompletionChunk]:
+    async for chunk in stream(request):
+        yield chunk if chunk.finish_reason is None else chunk.model_copy(update={"token_ids": (), "logprobs": ()})
+
+
+@replaces("chat_completion_stream")
+async def text_token_by_token(
+    endpoint: EmbeddedEndpoint, stream: Any, request: ChatCompletionRequest
+) -> AsyncIterator[ChatCompletionChunk]:
+    async for event in stream(request):
+        choices = []
+        for choice in event.choices:
+            text = endpoint._chat.tokenizer.decode(list(choice.token_ids), skip_special_tokens=True)
+            delta = choice.delta.model_copy(update={"content": text})
+            choices.append(choice.model_copy(update={"delta": delta}))
+        yield event.model_copy(update={"choices": tuple(choices)})
+
+
+@replaces("_engine.steps._hit_stop_string")
+def stops_checked_rarely(endpoint: EmbeddedEndpoint, hit: Any, sequence: Any) -> bool:
+    return len(sequence.token_ids) % 8 == 0 and hit(sequence)
 
 
 MUTANTS = (

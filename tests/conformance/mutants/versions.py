@@ -7,93 +7,58 @@ from typing import Any
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.wire import InFlightPolicy
 from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import replaces
 
 
-def stamped_at_admission(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    append = engine.steps._append
-
-    def faulty(drawn: Any) -> Any:
-        sequence = drawn.sequence
-        present = engine.steps.version
-        engine.steps.version = sequence.spans[0][0] if sequence.spans else present
-        reason = append(drawn)
-        engine.steps.version = present
-        return reason
-
-    engine.steps._append = faulty
-    return endpoint
+@replaces("_engine.steps._append")
+def stamped_at_admission(endpoint: EmbeddedEndpoint, append: Any, drawn: Any) -> Any:
+    sequence = drawn.sequence
+    present = endpoint._engine.steps.version
+    endpoint._engine.steps.version = sequence.spans[0][0] if sequence.spans else present
+    reason = append(drawn)
+    endpoint._engine.steps.version = present
+    return reason
 
 
-def relabelled(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    load = engine.load
-
-    def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> None:
-        load(tensors, version, policy)
-        if policy is InFlightPolicy.RECOMPUTE:
-            for sequence in engine.scheduler.waiting:
-                if sequence.token_ids:
-                    sequence.spans = [(version, 0)]
-
-    engine.load = faulty
-    return endpoint
+@replaces("_engine.load")
+def relabelled(endpoint: EmbeddedEndpoint, load: Any, tensors: Any, version: int, policy: InFlightPolicy) -> None:
+    load(tensors, version, policy)
+    if policy is InFlightPolicy.RECOMPUTE:
+        for sequence in endpoint._engine.scheduler.waiting:
+            if sequence.token_ids:
+                sequence.spans = [(version, 0)]
 
 
-def drain_that_pauses(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    pause = engine.pauses.pause
-
-    def faulty(policy: InFlightPolicy, on_paused: Any) -> None:
-        pause(InFlightPolicy.KEEP if policy is InFlightPolicy.DRAIN else policy, on_paused)
-
-    engine.pauses.pause = faulty
-    return endpoint
+@replaces("_engine.pauses.pause")
+def drain_that_pauses(endpoint: EmbeddedEndpoint, pause: Any, policy: InFlightPolicy, on_paused: Any) -> None:
+    pause(InFlightPolicy.KEEP if policy is InFlightPolicy.DRAIN else policy, on_paused)
 
 
-def aborted_as_new(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    finish = engine.scheduler.finish
-
-    def faulty(sequence: Any, reason: str) -> None:
-        if reason == "abort" and sequence.spans:
-            sequence.spans[-1] = (sequence.spans[-1][0] + 1, sequence.spans[-1][1])
-        finish(sequence, reason)
-
-    engine.scheduler.finish = faulty
-    return endpoint
+@replaces("_engine.scheduler.finish")
+def aborted_as_new(endpoint: EmbeddedEndpoint, finish: Any, sequence: Any, reason: str) -> None:
+    if reason == "abort" and sequence.spans:
+        sequence.spans[-1] = (sequence.spans[-1][0] + 1, sequence.spans[-1][1])
+    finish(sequence, reason)
 
 
-def stream_of_the_first(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-    stream = faulty.generate_stream
-
-    async def generate_stream(request: Any) -> Any:
-        first = None
-        async for chunk in stream(request):
-            first = chunk.version if first is None else first
-            yield chunk.model_copy(update={"version": first})
-
-    faulty.generate_stream = generate_stream
-    return endpoint
+@replaces("generate_stream")
+async def stream_of_the_first(endpoint: EmbeddedEndpoint, stream: Any, request: Any) -> Any:
+    first = None
+    async for chunk in stream(request):
+        first = chunk.version if first is None else first
+        yield chunk.model_copy(update={"version": first})
 
 
-def one_behind(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    faulty: Any = endpoint
-    generate = faulty.generate
-
-    async def wrong(request: Any) -> Any:
-        response = await generate(request)
-        completions = []
-        for completion in response.completions:
-            spans = completion.version_spans
-            if len(spans) == 1 and spans[0].version > 0:
-                spans = (spans[0].model_copy(update={"version": spans[0].version - 1}),)
-            completions.append(completion.model_copy(update={"version_spans": spans}))
-        return response.model_copy(update={"completions": tuple(completions)})
-
-    faulty.generate = wrong
-    return endpoint
+@replaces("generate")
+async def one_behind(endpoint: EmbeddedEndpoint, generate: Any, request: Any) -> Any:
+    response = await generate(request)
+    completions = []
+    for completion in response.completions:
+        spans = completion.version_spans
+        if len(spans) == 1 and spans[0].version > 0:
+            spans = (spans[0].model_copy(update={"version": spans[0].version - 1}),)
+        completions.append(completion.model_copy(update={"version_spans": spans}))
+    return response.model_copy(update={"completions": tuple(completions)})
 
 
 MUTANTS = (

@@ -12,6 +12,7 @@ from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.weights.encode.buckets import manifest_difference
 from inflight.wire import Manifest, TensorSpec, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import replaces
 
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -115,15 +116,9 @@ def remembers_the_first_checkpoint(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoi
     return endpoint
 
 
-def wears_out(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    load = engine.load
-
-    def faulty(tensors: Any, *others: Any) -> None:
-        load(tensors if engine.counters.num_updates < 100 else [], *others)
-
-    engine.load = faulty
-    return endpoint
+@replaces("_engine.load")
+def wears_out(endpoint: EmbeddedEndpoint, load: Any, tensors: Any, *others: Any) -> None:
+    load(tensors if endpoint._engine.counters.num_updates < 100 else [], *others)
 
 
 def in_half(tensors: Tensors) -> Tensors:
