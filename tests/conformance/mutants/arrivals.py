@@ -10,6 +10,7 @@ import torch
 
 import inflight.weights.encode.float8
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
+from inflight.engines.embedded.parameters import PreparedParameters
 from inflight.weights.encode.bucket_bytes import pack, unpack
 from inflight.weights.encode.float8 import decode_float8, payload_size
 from inflight.weights.receive.base_weights import AdaptedLoad
@@ -26,13 +27,13 @@ async def overlooks_damage(endpoint: EmbeddedEndpoint, own: Any, bucket: BucketT
 
 
 @replaces("_engine.load")
-def clears_frozen_tensors(endpoint: EmbeddedEndpoint, own: Any, tensors: Any, *others: Any) -> None:
-    arrived = dict(tensors)
+def clears_frozen_tensors(endpoint: EmbeddedEndpoint, own: Any, ready: PreparedParameters, *others: Any) -> None:
+    arrived = dict(ready.tensors)
     with torch.no_grad():
         for name, parameter in endpoint._engine.weights.model.named_parameters():
             if name not in arrived:
                 parameter.zero_()
-    own(arrived.items(), *others)
+    own(ready, *others)
 
 
 @replaces("_updates._session._reason_to_refuse")

@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
+from inflight.engines.embedded.parameters import PreparedParameters
 from inflight.wire import GenerateRequest
 from tests.conformance.mutants.mutant import Mutant
+from tests.conformance.mutants.patches import replaces
 
 
 def caching_by_tokens(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -52,11 +54,10 @@ def without_looking(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def leaving_the_tower(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    load = engine.load
-    engine.load = lambda ready, *others: load([it for it in ready if not it[0].startswith("vision_tower.")], *others)
-    return endpoint
+@replaces("_engine.load")
+def leaving_the_tower(endpoint: EmbeddedEndpoint, load: Any, ready: PreparedParameters, *others: Any) -> None:
+    kept = [it for it in ready.tensors if not it[0].startswith("vision_tower.")]
+    load(endpoint._engine.weights.prepare(kept), *others)
 
 
 MUTANTS = (

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
+from inflight.engines.embedded.parameters import PreparedParameters
 from inflight.weights.encode.buckets import manifest_difference
 from inflight.wire import Manifest, TensorSpec, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
@@ -20,11 +21,9 @@ Tensors = list[tuple[str, torch.Tensor]]
 def loading(change: Callable[[Tensors], Tensors]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Load something other than what arrived."""
 
-    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-        engine: Any = endpoint._engine
-        load = engine.load
-        engine.load = lambda tensors, *others: load(change(list(tensors)), *others)
-        return endpoint
+    @replaces("_engine.load")
+    def infect(endpoint: EmbeddedEndpoint, load: Any, ready: PreparedParameters, *others: Any) -> None:
+        load(endpoint._engine.weights.prepare(change(list(ready.tensors))), *others)
 
     return infect
 
@@ -92,12 +91,12 @@ def matched_by_position(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     load = engine.load
     own = [(name, parameter.shape) for name, parameter in engine.weights.model.named_parameters()]
 
-    def faulty(tensors: Any, *others: Any) -> None:
-        arrived = list(tensors)
+    def faulty(ready: PreparedParameters, *others: Any) -> None:
         names: dict[torch.Size, deque[str]] = defaultdict(deque)
         for name, shape in own:
             names[shape].append(name)
-        load([(names[tensor.shape].popleft(), tensor) for _, tensor in arrived], *others)
+        matched = [(names[tensor.shape].popleft(), tensor) for _, tensor in ready.tensors]
+        load(engine.weights.prepare(matched), *others)
 
     engine.load = faulty
     return endpoint
@@ -117,8 +116,9 @@ def remembers_the_first_checkpoint(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoi
 
 
 @replaces("_engine.load")
-def wears_out(endpoint: EmbeddedEndpoint, load: Any, tensors: Any, *others: Any) -> None:
-    load(tensors if endpoint._engine.counters.num_updates < 100 else [], *others)
+def wears_out(endpoint: EmbeddedEndpoint, load: Any, ready: PreparedParameters, *others: Any) -> None:
+    engine = endpoint._engine
+    load(ready if engine.counters.num_updates < 100 else engine.weights.prepare([]), *others)
 
 
 def in_half(tensors: Tensors) -> Tensors:
