@@ -12,11 +12,13 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.gates import BrakedServer
+from tests.run.runs import RunProcess
 from tests.servers import ServerProcess
 from tests.zygote import python, share_zygote
 
@@ -77,6 +79,20 @@ def start_server(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
     yield start
     for server in servers:
         server.kill()
+
+
+@pytest.fixture
+def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
+    """Start real ``inflight train`` processes; all of them are killed at the end of the test."""
+    runs: list[RunProcess] = []
+
+    def start(*overrides: str, model: Path = model_dir, **settings: Any) -> RunProcess:
+        runs.append(RunProcess(tmp_path, model, *overrides, **settings))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.kill()
 
 
 @pytest.fixture(scope="session")

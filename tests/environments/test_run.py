@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
@@ -20,16 +19,8 @@ EPISODES = ("--task.name", "tests.environments.places:three_turns", "--sampling.
 
 
 @pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
-
-    def start(*overrides: str, **settings: Any) -> RunProcess:
-        runs.append(RunProcess(tmp_path, model_dir, *EPISODES, *overrides, **settings))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
+def start_run(start_run: Callable[..., RunProcess]) -> Callable[..., RunProcess]:
+    return functools.partial(start_run, *EPISODES)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,18 +21,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
 
 
 @pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path, cluster: RayCluster) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
+def start_run(start_run: Callable[..., RunProcess], cluster: RayCluster) -> Callable[..., RunProcess]:
     environment = {"PYTHONPATH": python_path(), "RAY_ADDRESS": cluster.address}
-    launcher = ("--run.launcher", "inflight.launchers.ray:RayLauncher")
-
-    def start(*overrides: str, **settings: Any) -> RunProcess:
-        runs.append(RunProcess(tmp_path, model_dir, *launcher, *overrides, environment=environment, **settings))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
+    return functools.partial(start_run, "--run.launcher", "inflight.launchers.ray:RayLauncher", environment=environment)
 
 
 def test_a_run_trains_on_two_hosts_which_meet_at_their_own_addresses(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,8 @@ def slow_disk(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
-
-    def start(*overrides: str) -> RunProcess:
-        environment = {"PYTHONPATH": f"{tmp_path / 'python'}:{ROOT}"}
-        runs.append(RunProcess(tmp_path, model_dir, *overrides, environment=environment))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
+def start_run(start_run: Callable[..., RunProcess], tmp_path: Path) -> Callable[..., RunProcess]:
+    return functools.partial(start_run, environment={"PYTHONPATH": f"{tmp_path / 'python'}:{ROOT}"})
 
 
 def latest(run: RunProcess) -> int:

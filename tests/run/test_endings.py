@@ -5,28 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.run.runs import RunProcess
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
-
-    def start(*overrides: str, **settings: Any) -> RunProcess:
-        runs.append(RunProcess(tmp_path, model_dir, *overrides, **settings))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
 
 
 @pytest.mark.parametrize("output", ["closed pipe", "/dev/full"])

@@ -11,7 +11,6 @@ import pytest
 
 from inflight.cli import main
 from tests.run.runs import CONFIG, RunProcess
-from tests.run.test_run import start_run  # noqa: F401 - a fixture
 
 WORDS = ("--evaluation.num_items", "5", "--evaluation.num_shown", "2")
 
@@ -21,7 +20,7 @@ def answers(run: RunProcess) -> list[dict[str, object]]:
 
 
 def test_the_same_problems_are_answered_before_and_after_and_shown_side_by_side(
-    start_run: Callable[..., RunProcess],  # noqa: F811
+    start_run: Callable[..., RunProcess],
 ) -> None:
     run = start_run(*WORDS)
     assert run.wait() == 0, run.output()
@@ -37,7 +36,7 @@ def test_the_same_problems_are_answered_before_and_after_and_shown_side_by_side(
 
 
 def test_a_resumed_run_keeps_the_answers_of_its_beginning(
-    start_run: Callable[..., RunProcess],  # noqa: F811
+    start_run: Callable[..., RunProcess],
 ) -> None:
     assert start_run(*WORDS, "--run.num_steps", "3").wait() == 0
     resumed = start_run(*WORDS, "--resume")
@@ -47,7 +46,7 @@ def test_a_resumed_run_keeps_the_answers_of_its_beginning(
 
 
 def test_an_evaluation_that_fails_is_shown_and_the_run_trains(
-    start_run: Callable[..., RunProcess],  # noqa: F811
+    start_run: Callable[..., RunProcess],
 ) -> None:
     run = start_run(*WORDS, "--task.params", "{ fail_from = 1000 }")
     assert run.wait() == 0, run.output()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -41,16 +41,8 @@ Start = Callable[..., ServerProcess]
 
 
 @pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
-
-    def start(*overrides: str, **settings: Any) -> RunProcess:
-        runs.append(RunProcess(tmp_path, model_dir, *overrides, environment={"INFLIGHT_TOKEN": TOKEN}, **settings))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
+def start_run(start_run: Callable[..., RunProcess]) -> Callable[..., RunProcess]:
+    return functools.partial(start_run, environment={"INFLIGHT_TOKEN": TOKEN})
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,12 @@ SAMPLED = Completion(
 
 
 @pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
-
+def start_run(start_run: Callable[..., RunProcess]) -> Callable[..., RunProcess]:
     def start(how: str, *overrides: str, **settings: Any) -> RunProcess:
         task = ("--task.name", "tests.run.tasks:hostile", "--task.params", f'{{ how = "{how}" }}')
-        runs.append(RunProcess(tmp_path, model_dir, *task, *overrides, **settings))
-        return runs[-1]
+        return start_run(*task, *overrides, **settings)
 
-    yield start
-    for run in runs:
-        run.kill()
+    return start
 
 
 RAISED = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -23,16 +23,8 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.usefixtures("forks")]
 
 
 @pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
-
-    def start(*overrides: str, **settings: Any) -> RunProcess:
-        runs.append(RunProcess(tmp_path, model_dir, *overrides, environment={"INFLIGHT_TOKEN": TOKEN}, **settings))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
+def start_run(start_run: Callable[..., RunProcess]) -> Callable[..., RunProcess]:
+    return functools.partial(start_run, environment={"INFLIGHT_TOKEN": TOKEN})
 
 
 def test_servers_join_a_run_and_leave_it_with_notice_and_without(

@@ -9,9 +9,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,19 +30,6 @@ from tests.worker.worker_cases import make_batch
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forks")]
 TWO_RANKS = ("--train.num_ranks", "2", "--run.num_steps", "2")
-
-
-@pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
-
-    def start(*overrides: str, model: Path = model_dir, **settings: Any) -> RunProcess:
-        runs.append(RunProcess(tmp_path, model, *overrides, **settings))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
 
 
 @pytest.mark.parametrize("transport", first_of_each(["gloo", "shm", "file", "http"], lambda _: "any"))

@@ -12,7 +12,7 @@ import signal
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,6 @@ from tests.selection import first_of_each
 from tests.servers import TOKEN, ServerProcess
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
-
-    def start(*overrides: str, model: Path = model_dir, **settings: Any) -> RunProcess:
-        runs.append(RunProcess(tmp_path, model, *overrides, **settings))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
 
 
 def test_pipeline_run_trains_publishes_every_step_and_writes_everything_down(

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,19 +23,6 @@ from inflight.run.run import train
 from tests.run.runs import CONFIG, RunProcess, ends_within
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
-
-    def start(*overrides: str, **settings: Any) -> RunProcess:
-        runs.append(RunProcess(tmp_path, model_dir, *overrides, **settings))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
 
 
 def own(path: Path, *, resume: bool = False, notes: list[str] | None = None) -> RunDirectory:

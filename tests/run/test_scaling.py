@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -78,19 +78,6 @@ def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{name} = {_toml(one)}" for name, one in value.items()) + " }"
     return json.dumps(value)
-
-
-@pytest.fixture
-def start_run(tmp_path: Path, model_dir: Path) -> Iterator[Callable[..., RunProcess]]:
-    runs: list[RunProcess] = []
-
-    def start(*overrides: str) -> RunProcess:
-        runs.append(RunProcess(tmp_path, model_dir, *overrides))
-        return runs[-1]
-
-    yield start
-    for run in runs:
-        run.kill()
 
 
 @pytest.mark.timeout(400)
