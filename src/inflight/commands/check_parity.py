@@ -11,7 +11,7 @@ from typing import Any
 
 from inflight.base.json_files import check_writable, write_json
 from inflight.commands.shared import add_deadline_scale, add_json_argument, print_progress, require_at_least
-from inflight.conformance.arguments import add_endpoint_arguments, endpoint_of
+from inflight.conformance.arguments import add_endpoint_arguments, add_pair_options, endpoint_of
 from inflight.conformance.targets import EndpointTarget
 from inflight.engines.factories import keyword_arguments
 from inflight.errors import ConfigError
@@ -29,20 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "otherwise."
     )
     add_endpoint_arguments(parser)
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option for the endpoint's factory; may be repeated",
-    )
-    parser.add_argument(
-        "--worker-option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option for the worker; may be repeated",
-    )
+    add_pair_options(parser)
     parser.add_argument(
         "--dtype",
         action="append",

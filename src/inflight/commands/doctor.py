@@ -9,7 +9,7 @@ from pathlib import Path
 from inflight.base.tasks import text_of
 from inflight.commands import doctor_pair, doctor_records
 from inflight.commands.shared import add_deadline_scale, add_json_argument, require_at_least
-from inflight.conformance.arguments import add_endpoint_arguments
+from inflight.conformance.arguments import add_endpoint_arguments, add_pair_options
 from inflight.errors import ConfigError, InflightError, UnauthorizedError
 from inflight.http.tokens import TOKEN_VARIABLE
 
@@ -24,20 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_endpoint_arguments(parser, "directory of a run, URL of a server, or module:function; a URL needs --model")
     parser.set_defaults(parser=parser)
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option for the endpoint's factory; may be repeated",
-    )
-    parser.add_argument(
-        "--worker-option",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="option for the worker; may be repeated",
-    )
+    add_pair_options(parser)
     parser.add_argument("--prompts", type=int, default=8, metavar="N", help="number of prompts (default: %(default)s)")
     parser.add_argument(
         "--tokens", type=int, default=96, metavar="N", help="tokens to sample for each prompt (default: %(default)s)"

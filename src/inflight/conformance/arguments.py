@@ -45,6 +45,18 @@ def add_endpoint_arguments(
     )
 
 
+def add_pair_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--option`` and ``--worker-option`` of commands that compare an endpoint with a worker."""
+    for name, what in (("--option", "endpoint's factory"), ("--worker-option", "worker")):
+        parser.add_argument(
+            name,
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help=f"option for the {what}; may be repeated",
+        )
+
+
 def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> EndpointTarget:
     """Return the endpoint that these arguments specify. Raises `ConfigError`."""
     if (arguments.target is None) == (arguments.serve is None):

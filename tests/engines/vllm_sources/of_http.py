@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from inflight.engines.requests import SentRequest
-from inflight.wire import Capabilities, GenerateRequest, InFlightPolicy, PromptImage, SamplingParams, ScoreRequest
+from inflight.wire import GenerateRequest, PromptImage, SamplingParams, ScoreRequest
 from inflight_vllm import requests
+from tests.engines.test_vllm_requests import CAN
 from tests.engines.vllm_sources.assumption import Assumption, Check, field_problem
 from tests.engines.vllm_sources.reading import Route, Sources, constants_in
 from tests.engines.vllm_sources.uses import Asked, asked_routes
@@ -139,25 +140,7 @@ def _accepts(name: str, value: str) -> Callable[[Sources, Route], str | None]:
 
 def _generated_bodies() -> list[dict[str, Any]]:
     """Return bodies of requests that have every field that the adapter ever sends."""
-    can = Capabilities(
-        engine="vllm",
-        engine_version="0",
-        model="m",
-        vocab_size=100,
-        max_model_len=50,
-        dtype="float32",
-        in_flight_policies=tuple(InFlightPolicy),
-        transports=("gloo",),
-        version_binding="spans",
-        logprob_kind="processed",
-        num_ranks=1,
-        max_concurrent_sequences=4,
-        streaming=False,
-        chat=False,
-        drafts=True,
-        images=True,
-        manifest_digest=None,
-    )
+    can = CAN.model_copy(update={"drafts": True, "images": True})
     image = PromptImage(url="data:image/png;base64,AAAA", start=1, num_tokens=2)
     request = GenerateRequest(
         request_id="a",
