@@ -6,8 +6,8 @@ One server in another process answers each request with the same 1 kB, which cos
 turns; each turn is a process of its own, and ratios compare the turns of one round, so that other work on the machine
 moves both sides.
 
-- ``ours``: `BoundedClient` with `PlainTransport`, which is what `HttpEndpoint` uses by default.
-- ``ours, given a client``: the same with ``client=httpx.AsyncClient(transport=PlainTransport())``.
+- ``ours``: `BoundedClient` with `ConnectionPool`, which is what `HttpEndpoint` uses by default.
+- ``ours, given a client``: the same with ``client=httpx.AsyncClient(transport=ConnectionPool())``.
 - ``httpx``: `BoundedClient`, given a client with httpx's own transport.
 - ``before``: the client of the commit that is checked out at WORKTREE (``git worktree add WORKTREE e55b512``).
 
@@ -83,11 +83,11 @@ def exchange_of(kind: str, url: str) -> Exchange:
     import httpx
 
     from inflight.http.bounded_client import BoundedClient
-    from inflight.http.transport import PlainTransport
+    from inflight.http.connection_pool import ConnectionPool
 
     client = None
     if kind == "ours, given a client":
-        client = httpx.AsyncClient(transport=PlainTransport())
+        client = httpx.AsyncClient(transport=ConnectionPool())
     elif kind == "httpx":
         client = httpx.AsyncClient(limits=httpx.Limits(max_connections=None), trust_env=False)
     bounded = BoundedClient(url, client=client)

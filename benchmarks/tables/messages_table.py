@@ -16,7 +16,14 @@ MESSAGES = (
         wire.RoutedExperts,
         wire.AbortRequests,
     ),
-    *(wire.ScoreRequest, wire.ScoreResponse, wire.ProcessGroupSpec, wire.DirectorySpec, wire.PullSpec, wire.IpcSpec),
+    *(
+        wire.ScoreRequest,
+        wire.ScoreResponse,
+        wire.ProcessGroupSpec,
+        wire.DirectorySpec,
+        wire.HttpFileSpec,
+        wire.IpcSpec,
+    ),
     *(wire.WeightUpdate, wire.Manifest, wire.TensorSpec, wire.LoraSpec, wire.Sharding, wire.BucketSpec),
     *(wire.BucketTransfer, wire.SentBytes, wire.UpdateRef, wire.WeightVersion, wire.UpdateTimings),
 )

@@ -305,8 +305,8 @@ def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
         ChatCompletionRequest,
         ChatMessage,
         DraftHistory,
+        HttpFileSpec,
         PromptHistory,
-        PullSpec,
         ScoreRequest,
         UpdateRef,
     )
@@ -318,7 +318,7 @@ def calls_of(endpoint: HttpEndpoint) -> dict[str, Any]:
     scored = ScoreRequest(request_id="r", token_ids=(1, 2, 3), top_k=2)
     entry = PromptHistory(prompt_token_ids=(1,), completions=((2, 3),), rewards=(0.5,))
     history = DraftHistory(entries=(entry,))
-    spec = PullSpec(run_id="run", transport="http", url="http://127.0.0.1:9", token="t", timeout_s=1)
+    spec = HttpFileSpec(run_id="run", transport="http", url="http://127.0.0.1:9", token="t", timeout_s=1)
     return {
         "capabilities": endpoint.capabilities,
         "weight_version": endpoint.weight_version,

@@ -13,8 +13,8 @@ import pytest
 from inflight.base.tasks import cancel_and_wait
 from inflight.errors import DeadlineError, ProtocolError, UnreachableError
 from inflight.http.bounded_client import BoundedClient
+from inflight.http.connection_pool import ConnectionPool
 from inflight.http.tls import client_tls
-from inflight.http.transport import PlainTransport
 
 
 @pytest.mark.parametrize(("keeps_alive", "num_connections"), [(True, 1), (False, 3)])
@@ -152,7 +152,7 @@ async def answering(*pieces: bytes) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-TRANSPORTS = pytest.mark.parametrize("transport", [PlainTransport, httpx.AsyncHTTPTransport])
+TRANSPORTS = pytest.mark.parametrize("transport", [ConnectionPool, httpx.AsyncHTTPTransport])
 
 
 @TRANSPORTS

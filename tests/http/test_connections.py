@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from inflight.http import connections, receiving
+from inflight.http import connections, incoming_requests
 from inflight.http.listening import InLoopServer, bind
 from inflight.http.server import create_app
 from tests.engine.reference import make_request, serving
@@ -48,7 +48,7 @@ HALVES = {
 @pytest.mark.parametrize("name", HALVES)
 def test_what_does_not_arrive_is_not_waited_for(name: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_HEAD_S", 0.2)
-    monkeypatch.setattr(receiving, "_BODY_S", 0.2)
+    monkeypatch.setattr(incoming_requests, "_BODY_S", 0.2)
 
     async def run() -> None:
         async with served(model_dir) as (url, _):

@@ -16,7 +16,7 @@ from inflight.errors import PublishError
 from inflight.types import EndpointOutcome, WeightBucket
 from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.transports import make_sender
-from inflight.weights.transports.files import FileSender
+from inflight.weights.transports.files import DirectorySender
 from inflight.weights.transports.process_group import ProcessGroupSender
 from tests.real_engines.servers import RealEngine, is_uniform, logprobs, muted, publish, request, run
 from tests.weights.polled import AMONG_GLOO
@@ -107,7 +107,7 @@ class Damaging:
     """A sender of files that changes one byte of each bucket after it was stored, while ``is_on``."""
 
     def __init__(self, directory: Path) -> None:
-        self._sender = FileSender(directory)
+        self._sender = DirectorySender(directory)
         self._directory = directory
         self.is_on = True
 

@@ -28,7 +28,7 @@ CANCELLED_ALONE = {
     "environments/tools/python_tool.py:run": "a cancel scope, whose group awaits its tasks",
     "http/connections.py:_stop_waiting": "a timer",
     "http/serving.py:_answer": "`wait_for_abandoned_calls` awaits it",
-    "http/transport.py:aclose": "a timer",
+    "http/connection_pool.py:aclose": "a timer",
     "run/ranks/handshake.py:close": "a future that has no task",
     "run/sampling/actor.py:_cancel": "the actor's task group awaits it",
     "run/sampling/episodes.py:at": "a future that has no task",

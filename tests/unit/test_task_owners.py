@@ -23,7 +23,7 @@ OWNERS = {
     "inflight/environments/play_loop.py": "one loop per thread of episodes; the loop's owner ends them",
     "inflight/environments/proxy/app.py": "a streamed answer owns what samples it",
     "inflight/http/listening.py": "a server in this loop owns what serves",
-    "inflight/http/receiving.py": "a request owns its answer and its client's watch",
+    "inflight/http/incoming_requests.py": "a request owns its answer and its client's watch",
     "inflight/http/serving.py": "a server process owns what runs beside it",
     "inflight/launchers/ray.py": "a process owns what waits for its end, which `stop` awaits",
     "inflight/run/ranks/group.py": "all ranks are asked, and their failures are weighed after a grace period",

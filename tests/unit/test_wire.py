@@ -274,7 +274,7 @@ BAD_HOSTS = ["", " ", "a b", "a..b", ".a", "a\nb", "a\x00", "x" * 64, "x." * 200
 def test_addresses_and_names_of_hosts_are_taken(host: str) -> None:
     wire.ProcessGroupSpec.model_validate({**GROUP, "master_address": host, "timeout_s": 1})
     url = f"https://[{host}]:8/a%20b" if ":" in host else f"https://{host}:8/a%20b"
-    assert wire.PullSpec.model_validate({**PULL, "url": url}).url == url
+    assert wire.HttpFileSpec.model_validate({**PULL, "url": url}).url == url
 
 
 @pytest.mark.parametrize("host", BAD_HOSTS)
@@ -304,13 +304,13 @@ def test_what_is_no_host_is_refused_with_the_value(host: str) -> None:
 )
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(ValidationError, match="url"):
-        wire.PullSpec.model_validate({**PULL, "url": url})
+        wire.HttpFileSpec.model_validate({**PULL, "url": url})
 
 
 @pytest.mark.parametrize("token", ["", " ", "a b", "a\r\nb", "é", "\x00"])
 def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
     with pytest.raises(ValidationError, match="token"):
-        wire.PullSpec.model_validate({**PULL, "token": token})
+        wire.HttpFileSpec.model_validate({**PULL, "token": token})
 
 
 def test_a_path_with_nul_and_a_rank_beyond_the_group_are_refused() -> None:

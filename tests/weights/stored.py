@@ -21,7 +21,7 @@ from inflight.weights.encode.bucket_bytes import encode, pack
 from inflight.weights.transports import device_memory
 from inflight.weights.transports.bucket_files import StoredUpdate
 from inflight.weights.transports.device_memory import HostMemory
-from inflight.weights.transports.files import FileReceiver
+from inflight.weights.transports.files import DirectoryReceiver
 from inflight.weights.transports.installed import IpcTransport
 from inflight.wire import (
     BucketSpec,
@@ -129,9 +129,9 @@ def receive(receiver, update: WeightUpdate, buckets: Sequence[WeightBucket]) -> 
     return [receiver.receive((payload(raw_bytes(bucket).numel()),), SOON_S)[0] for bucket in buckets]
 
 
-def file_reader(directory: Path, run_id: str) -> FileReceiver:
+def file_reader(directory: Path, run_id: str) -> DirectoryReceiver:
     spec = DirectorySpec(run_id=run_id, transport="file", directory=str(directory), timeout_s=5.0)
-    return FileReceiver(spec)
+    return DirectoryReceiver(spec)
 
 
 def latest(directory: Path, run_id: str) -> UpdateRef | None:

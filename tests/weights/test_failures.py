@@ -21,7 +21,7 @@ from inflight.errors import (
 from inflight.http.client import HttpEndpoint
 from inflight.types import EndpointOutcome, PublishReport
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
-from inflight.weights.transports.files import FileSender
+from inflight.weights.transports.files import DirectorySender
 from inflight.weights.transports.process_group import ProcessGroupSender
 from inflight.wire import BucketTransfer, EndpointState, ProcessGroupSpec, UpdateRef, WeightUpdate, WeightVersion
 from tests.gates import NEVER_S, SOON_S, reserved_port, until
@@ -268,7 +268,7 @@ def test_the_error_of_a_group_that_none_could_join_names_what_failed_on_each(
     survivor: ServerProcess, sleeper: ServerProcess, tmp_path: Path
 ) -> None:
     endpoints = [Refuser(survivor.url, token=TOKEN), Refuser(sleeper.url, token=TOKEN)]
-    publisher = WeightPublisher(endpoints, FileSender(tmp_path), run_id="refused", connect_timeout_s=30)
+    publisher = WeightPublisher(endpoints, DirectorySender(tmp_path), run_id="refused", connect_timeout_s=30)
     with pytest.raises(ConfigError, match="does not join") as caught, publisher:
         pass
     assert caught.value.__notes__ == ["also failed: ConfigError: this one does not join"]

@@ -17,7 +17,7 @@ from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import checksum
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.bucket_files import StoredUpdate
-from inflight.weights.transports.files import FileReceiver, FileSender
+from inflight.weights.transports.files import DirectoryReceiver, DirectorySender
 from inflight.wire import TensorSpec, UpdateRef, WeightUpdate
 from tests.gates import NEVER_S, SOON_S
 from tests.weights.stored import (
@@ -37,16 +37,16 @@ from tests.weights.stored import (
 
 
 @pytest.fixture
-def sender(tmp_path: Path) -> Iterator[FileSender]:
-    sender = FileSender(tmp_path)
+def sender(tmp_path: Path) -> Iterator[DirectorySender]:
+    sender = DirectorySender(tmp_path)
     sender.specs("run", [1], 5.0)
     yield sender
     sender.abort()
 
 
-def reader(tmp_path: Path) -> FileReceiver:
-    (spec,) = FileSender(tmp_path).specs("run", [1], 5.0)
-    receiver = FileReceiver(spec)
+def reader(tmp_path: Path) -> DirectoryReceiver:
+    (spec,) = DirectorySender(tmp_path).specs("run", [1], 5.0)
+    receiver = DirectoryReceiver(spec)
     receiver.join()
     return receiver
 
@@ -60,7 +60,9 @@ def test_without_a_directory_there_is_no_sender() -> None:
         make_sender("file")
 
 
-def test_raw_buckets_are_safetensors_files_with_the_tensors_of_the_manifest(sender: FileSender, tmp_path: Path) -> None:
+def test_raw_buckets_are_safetensors_files_with_the_tensors_of_the_manifest(
+    sender: DirectorySender, tmp_path: Path
+) -> None:
     update = make_update()
     buckets = make_buckets(update)
     publish(sender, update, buckets)
@@ -76,7 +78,7 @@ def test_raw_buckets_are_safetensors_files_with_the_tensors_of_the_manifest(send
         assert torch.equal(loaded[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
 
 
-def test_a_bucket_file_is_the_header_and_the_packed_bytes(sender: FileSender, tmp_path: Path) -> None:
+def test_a_bucket_file_is_the_header_and_the_packed_bytes(sender: DirectorySender, tmp_path: Path) -> None:
     update = make_update(encodings=("bfloat16",))
     raw = make_buckets(update)
     buckets = [encoded(update, bucket) if bucket.index == 1 else bucket for bucket in raw]
@@ -92,14 +94,14 @@ def test_a_bucket_file_is_the_header_and_the_packed_bytes(sender: FileSender, tm
     assert [bucket.checksum for bucket in stored.buckets] == [checksum(raw_bytes(bucket)) for bucket in buckets]
 
 
-def test_a_payload_of_an_encoding_that_was_not_announced_is_refused(sender: FileSender) -> None:
+def test_a_payload_of_an_encoding_that_was_not_announced_is_refused(sender: DirectorySender) -> None:
     update = make_update(encodings=("bfloat16",))
     sender.begin(update)
     with pytest.raises(TransferError, match="float8 was not announced"):
         sender.send(WeightBucket(0, (payload(5),), (torch.zeros(5, dtype=torch.uint8),), "float8"), 1.0)
 
 
-def test_a_version_is_the_latest_once_its_last_bucket_is_stored(sender: FileSender, tmp_path: Path) -> None:
+def test_a_version_is_the_latest_once_its_last_bucket_is_stored(sender: DirectorySender, tmp_path: Path) -> None:
     assert latest(tmp_path, "run") is None
     first, second = plain_update(1), plain_update(2)
     publish(sender, first, make_buckets(first))
@@ -115,7 +117,7 @@ def test_a_version_is_the_latest_once_its_last_bucket_is_stored(sender: FileSend
     assert not list(tmp_path.rglob("*.part"))
 
 
-def test_a_follower_reads_the_latest_version_by_itself(sender: FileSender, tmp_path: Path) -> None:
+def test_a_follower_reads_the_latest_version_by_itself(sender: DirectorySender, tmp_path: Path) -> None:
     update = plain_update(4)
     publish(sender, update, make_buckets(update))
     sender.end(is_done=True)
@@ -130,7 +132,7 @@ def test_a_follower_reads_the_latest_version_by_itself(sender: FileSender, tmp_p
     assert [checksum(flat) for flat in received] == [bucket.checksum for bucket in stored.buckets]
 
 
-def test_the_newest_two_versions_stay_and_the_open_one(sender: FileSender, tmp_path: Path) -> None:
+def test_the_newest_two_versions_stay_and_the_open_one(sender: DirectorySender, tmp_path: Path) -> None:
     for version in range(1, 6):
         update = plain_update(version)
         publish(sender, update, make_buckets(update))
@@ -140,7 +142,7 @@ def test_the_newest_two_versions_stay_and_the_open_one(sender: FileSender, tmp_p
     assert sessions(tmp_path) == ["4-s", "5-s"]
 
 
-def test_a_version_that_is_not_done_stays_until_the_next_begins(sender: FileSender, tmp_path: Path) -> None:
+def test_a_version_that_is_not_done_stays_until_the_next_begins(sender: DirectorySender, tmp_path: Path) -> None:
     half = plain_update(1)
     sender.begin(half)
     sender.send(make_buckets(half)[0], 5.0)
@@ -151,7 +153,7 @@ def test_a_version_that_is_not_done_stays_until_the_next_begins(sender: FileSend
     assert sessions(tmp_path) == ["2-s"]
 
 
-def test_newest_is_what_was_written_last_since_a_run_may_go_back(sender: FileSender, tmp_path: Path) -> None:
+def test_newest_is_what_was_written_last_since_a_run_may_go_back(sender: DirectorySender, tmp_path: Path) -> None:
     for version in (98, 99, 50, 51, 52):
         update = plain_update(version)
         publish(sender, update, make_buckets(update))
@@ -160,7 +162,7 @@ def test_newest_is_what_was_written_last_since_a_run_may_go_back(sender: FileSen
     assert sessions(tmp_path) == ["51-s", "52-s"]
 
 
-def test_what_is_not_an_update_is_never_removed(sender: FileSender, tmp_path: Path) -> None:
+def test_what_is_not_an_update_is_never_removed(sender: DirectorySender, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "kept").write_text("")
     (tmp_path / "run" / "7-link").symlink_to(tmp_path / "elsewhere")
@@ -174,7 +176,7 @@ def test_what_is_not_an_update_is_never_removed(sender: FileSender, tmp_path: Pa
     assert {"7-link", "notes", "4-s", "5-s"} == set(sessions(tmp_path))
 
 
-def test_an_abort_removes_what_is_incomplete_and_keeps_what_is_whole(sender: FileSender, tmp_path: Path) -> None:
+def test_an_abort_removes_what_is_incomplete_and_keeps_what_is_whole(sender: DirectorySender, tmp_path: Path) -> None:
     whole, half = plain_update(1), plain_update(2)
     publish(sender, whole, make_buckets(whole))
     sender.begin(half)
@@ -195,14 +197,14 @@ def test_what_a_killed_sender_left_is_incomplete_and_goes_with_the_next_update(t
     (tmp_path / "run" / ".latest.json.0.part").write_text("")
     update = plain_update(1)
     assert_same(receive(reader(tmp_path), update, make_buckets(update)[:1]), make_buckets(update)[:1])
-    sender = FileSender(tmp_path)
+    sender = DirectorySender(tmp_path)
     sender.specs("run", [1], 5.0)
     after = plain_update(1, session_id="again")
     publish(sender, after, make_buckets(after))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["1-again", "latest.json"]
 
 
-def test_memory_of_the_receiver_is_used_again_with_the_next_update(sender: FileSender, tmp_path: Path) -> None:
+def test_memory_of_the_receiver_is_used_again_with_the_next_update(sender: DirectorySender, tmp_path: Path) -> None:
     receiver = reader(tmp_path)
     update = plain_update(1)
     publish(sender, update, make_buckets(update))
@@ -275,7 +277,7 @@ def corrupted(tmp_path: Path, what: str) -> None:
     ],
 )
 def test_what_is_not_the_bucket_is_refused_at_once_and_named(
-    sender: FileSender, tmp_path: Path, what: str, words: str
+    sender: DirectorySender, tmp_path: Path, what: str, words: str
 ) -> None:
     update = plain_update()
     publish(sender, update, make_buckets(update))
@@ -319,7 +321,7 @@ def test_a_latest_file_that_is_damaged_is_an_error_that_names_it(tmp_path: Path,
     ],
 )
 def test_a_manifest_that_does_not_agree_with_itself_is_an_error(
-    sender: FileSender, tmp_path: Path, change: dict[str, object], words: str
+    sender: DirectorySender, tmp_path: Path, change: dict[str, object], words: str
 ) -> None:
     update = plain_update()
     publish(sender, update, make_buckets(update))
@@ -336,7 +338,7 @@ def test_a_manifest_that_does_not_agree_with_itself_is_an_error(
 
 
 def test_names_of_any_form_stay_below_the_directory(tmp_path: Path) -> None:
-    sender = FileSender(tmp_path / "store")
+    sender = DirectorySender(tmp_path / "store")
     ref = UpdateRef(run_id="../../etc", version=1, session_id="..")
     sender.specs(ref.run_id, [1], 5.0)
     update = make_update(run_id=ref.run_id, session_id=ref.session_id)
@@ -349,10 +351,10 @@ def test_names_of_any_form_stay_below_the_directory(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TransferError, match="file"):
-        FileSender(tmp_path / "file").specs("run", [1], 1.0)
+        DirectorySender(tmp_path / "file").specs("run", [1], 1.0)
 
 
-def test_a_large_manifest_with_many_tensors_is_read_back(sender: FileSender, tmp_path: Path) -> None:
+def test_a_large_manifest_with_many_tensors_is_read_back(sender: DirectorySender, tmp_path: Path) -> None:
     specs = [TensorSpec(name=f"model.layers.{i}.weight", dtype="bfloat16", shape=(2,)) for i in range(3000)]
     update: WeightUpdate = make_update(specs=specs, cuts=(0, 3000))
     publish(sender, update, make_buckets(update))

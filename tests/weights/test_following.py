@@ -23,13 +23,13 @@ from inflight.weights.receive.following import StoredRun, follow
 from inflight.weights.send.storing import StoreReport, newest_incarnation, store_weights
 from inflight.weights.transports import make_receiver, make_sender
 from inflight.weights.transports.bucket_files import LEASE_S
-from inflight.weights.transports.files import FileSender
+from inflight.weights.transports.files import DirectorySender
 from inflight.weights.transports.store import session_name
 from inflight.wire import (
     BucketTransfer,
     DirectorySpec,
     EndpointState,
-    PullSpec,
+    HttpFileSpec,
     TensorSpec,
     UpdateRef,
     WeightUpdate,
@@ -45,7 +45,7 @@ Start = Callable[..., ServerProcess]
 RUN_ID = "followed"
 
 
-def stored(worker: PlainWorker, sender: FileSender, version: int, incarnation: int = 1) -> StoreReport:
+def stored(worker: PlainWorker, sender: DirectorySender, version: int, incarnation: int = 1) -> StoreReport:
     worker.version = version
     report = store_weights(worker, sender, run_id=RUN_ID, incarnation=incarnation)
     assert report is not None
@@ -66,7 +66,7 @@ def test_a_server_takes_what_is_stored_and_goes_to_the_newest_when_it_comes_late
     for worker.version in (2, 3):
         store_weights(worker, sender, run_id=RUN_ID)
     place = ["--follow", str(directory)]
-    if isinstance(report.spec, PullSpec):
+    if isinstance(report.spec, HttpFileSpec):
         token_file = tmp_path / "token"
         token_file.write_text(report.spec.token)
         place = ["--follow", report.spec.url, "--follow-token-file", str(token_file)]
@@ -87,7 +87,7 @@ def test_a_server_takes_what_is_stored_and_goes_to_the_newest_when_it_comes_late
 def test_a_damaged_version_is_told_and_left_for_the_next_one(
     start_server: Start, model_dir: Path, tmp_path: Path
 ) -> None:
-    sender = FileSender(tmp_path)
+    sender = DirectorySender(tmp_path)
     worker = PlainWorker(checkpoint(model_dir), 1)
     report = stored(worker, sender, 1)
     bucket = next((tmp_path / RUN_ID / f"1-{report.ref.session_id}").glob("*.safetensors"))
@@ -104,7 +104,7 @@ def test_a_damaged_version_is_told_and_left_for_the_next_one(
 def test_a_later_incarnation_is_followed_and_an_older_one_is_not(
     start_server: Start, model_dir: Path, tmp_path: Path
 ) -> None:
-    sender = FileSender(tmp_path)
+    sender = DirectorySender(tmp_path)
     worker = PlainWorker(checkpoint(model_dir), 7)
     assert newest_incarnation(tmp_path, RUN_ID) == 0
     server = start_server(model_dir, "--follow", str(tmp_path), "--follow-run", RUN_ID)
@@ -123,7 +123,7 @@ def test_what_is_stored_is_announced_and_checked_as_in_a_publish(tmp_path: Path)
         def parameter_specs(self) -> list[TensorSpec]:
             return [spec.model_copy(update={"dtype": "float64"}) for spec in super().parameter_specs()]
 
-    sender = FileSender(tmp_path)
+    sender = DirectorySender(tmp_path)
     ref = stored(LoraWorker({"a": torch.zeros(2)}, 1), sender, 1).ref
     assert read_manifest(tmp_path, ref).update.manifest.lora == LORA
     with pytest.raises(TrainerError, match="parameter_specs announced"):
@@ -190,7 +190,7 @@ class SlowReader:
         ref = self.served[-1]
         return WeightVersion(state=self.state, version=ref.version, run_id=ref.run_id, session_id=ref.session_id)
 
-    async def init_process_group(self, spec: DirectorySpec | PullSpec) -> None:
+    async def init_process_group(self, spec: DirectorySpec | HttpFileSpec) -> None:
         self._receiver = make_receiver(spec)
         await asyncio.to_thread(self._receiver.join)
 
@@ -229,7 +229,7 @@ def test_a_reader_that_is_slower_than_many_publishes_gets_on_and_the_disk_stays_
     sender = make_sender("file" if transport == "file" else "http", directory=directory)
     worker = PlainWorker({f"w{i}": torch.full((1000,), float(i)) for i in range(4)}, 1)
     report = store_weights(worker, sender, run_id=RUN_ID, bucket_bytes=4000)
-    assert report is not None and isinstance(report.spec, DirectorySpec | PullSpec)
+    assert report is not None and isinstance(report.spec, DirectorySpec | HttpFileSpec)
     home = tmp_path if directory is not None else sender._home.path  # type: ignore[attr-defined]
     notes, most = list[str](), 0
 
@@ -239,7 +239,7 @@ def test_a_reader_that_is_slower_than_many_publishes_gets_on_and_the_disk_stays_
 
     reader = SlowReader(let_two_be_stored)
 
-    async def main(spec: DirectorySpec | PullSpec) -> None:
+    async def main(spec: DirectorySpec | HttpFileSpec) -> None:
         nonlocal most
         endpoint = cast("InferenceEndpoint", reader)
         following = asyncio.ensure_future(follow(endpoint, spec, note=notes.append, deadline_s=NEVER_S))
@@ -286,7 +286,7 @@ def test_a_version_that_is_removed_before_it_was_leased_is_no_trouble(
     sender = make_sender(transport, directory=tmp_path)
     worker = PlainWorker({"w": torch.zeros(10)}, 1)
     report = store_weights(worker, sender, run_id=RUN_ID)
-    assert report is not None and isinstance(report.spec, DirectorySpec | PullSpec)
+    assert report is not None and isinstance(report.spec, DirectorySpec | HttpFileSpec)
     reader, notes, ask = SlowReader(), list[str](), StoredRun.latest
 
     async def late(self: StoredRun, timeout_s: float) -> UpdateRef | None:
@@ -299,7 +299,7 @@ def test_a_version_that_is_removed_before_it_was_leased_is_no_trouble(
 
     monkeypatch.setattr(StoredRun, "latest", late)
 
-    async def main(spec: DirectorySpec | PullSpec) -> None:
+    async def main(spec: DirectorySpec | HttpFileSpec) -> None:
         following = asyncio.ensure_future(follow(cast("InferenceEndpoint", reader), spec, note=notes.append))
         await asyncio.to_thread(wait_until, lambda: reader.served, "no version is served")
         following.cancel()
@@ -312,7 +312,7 @@ def test_a_version_that_is_removed_before_it_was_leased_is_no_trouble(
 
 
 def test_the_lease_of_a_dead_reader_ends_and_at_most_a_few_are_respected(tmp_path: Path) -> None:
-    sender = FileSender(tmp_path)
+    sender = DirectorySender(tmp_path)
     worker = PlainWorker({"w": torch.zeros(10)}, 0)
 
     def store() -> UpdateRef:
@@ -341,7 +341,7 @@ def test_the_lease_of_a_dead_reader_ends_and_at_most_a_few_are_respected(tmp_pat
 
 
 def test_a_version_that_is_removed_under_a_reader_ends_its_update_at_once(tmp_path: Path) -> None:
-    sender = FileSender(tmp_path)
+    sender = DirectorySender(tmp_path)
     worker = PlainWorker({f"w{i}": torch.zeros(1000) for i in range(4)}, 1)
     report = store_weights(worker, sender, run_id=RUN_ID, bucket_bytes=4000)
     assert report is not None and isinstance(report.spec, DirectorySpec)

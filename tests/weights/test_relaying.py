@@ -24,9 +24,9 @@ from inflight.weights.send.storing import store_weights
 from inflight.weights.transports import make_sender
 from inflight.weights.transports.bucket_files import StoredUpdate
 from inflight.weights.transports.file_server import FileServer
-from inflight.weights.transports.files import FileReceiver
+from inflight.weights.transports.files import DirectoryReceiver
 from inflight.weights.transports.store import run_name, session_name
-from inflight.wire import DirectorySpec, PullSpec
+from inflight.wire import DirectorySpec, HttpFileSpec
 from tests.gates import SOON_S, wait_until
 from tests.servers import ServerProcess
 from tests.weights.stored import CuttingProxy
@@ -40,12 +40,12 @@ TOKEN = "a-token-of-relays"
 class Relay:
     """`relay` in a thread, until it is left."""
 
-    def __init__(self, spec: DirectorySpec | PullSpec, directory: Path) -> None:
+    def __init__(self, spec: DirectorySpec | HttpFileSpec, directory: Path) -> None:
         self.notes: list[str] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, args=(spec, directory), daemon=True)
 
-    def _run(self, spec: DirectorySpec | PullSpec, directory: Path) -> None:
+    def _run(self, spec: DirectorySpec | HttpFileSpec, directory: Path) -> None:
         asyncio.set_event_loop(self._loop)
         self._task = self._loop.create_task(
             relay(spec, directory, poll_s=0.02, deadline_s=20.0, note=self.notes.append)
@@ -84,7 +84,7 @@ def spec_of(directory: Path) -> DirectorySpec:
 
 def newest(directory: Path) -> StoredUpdate | None:
     """Return the newest version, None if there is none or it is just replaced by the next one."""
-    receiver = FileReceiver(spec_of(directory))
+    receiver = DirectoryReceiver(spec_of(directory))
     ref = receiver.latest(10.0)
     try:
         return None if ref is None else receiver.read_manifest(ref, 10.0)
@@ -104,7 +104,7 @@ def test_each_version_is_there_as_the_trainer_stored_it(tmp_path: Path, source: 
     sender = make_sender("http" if source == "http" else "file", directory=first)
     worker = PlainWorker({f"w{i}": torch.randn(40, 128) for i in range(4)}, 1)
     report = store_weights(worker, sender, run_id=RUN_ID, encoding=encoding, bucket_bytes=50_000)  # type: ignore[arg-type]
-    assert isinstance(report.spec, DirectorySpec | PullSpec)
+    assert isinstance(report.spec, DirectorySpec | HttpFileSpec)
     with Relay(report.spec, second) as relaying:
         for worker.version in (1, 2, 3):
             if worker.version > 1:

@@ -18,7 +18,7 @@ from inflight.dialects.directory_updates import DirectoryUpdates
 from inflight.dialects.serving import EndpointPool
 from inflight.engines.requests import unsampled_completion
 from inflight.errors import DeadlineError, UnsupportedError, UpdateAbortedError
-from inflight.http.receiving import run_while_connected
+from inflight.http.incoming_requests import run_while_connected
 from inflight.wire import (
     AbortRequests,
     ChatCompletion,

@@ -17,7 +17,7 @@ from inflight.base.tasks import run_together
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError, InvalidRequestError, UnsupportedError
 from inflight.http.bodies import message_of
-from inflight.http.receiving import content_of
+from inflight.http.incoming_requests import content_of
 from inflight.http.server import check_token, error_response
 from inflight.wire import Capabilities, EndpointState
 

@@ -13,7 +13,7 @@ import httpx
 
 from inflight.errors import DeadlineError, EndpointError, ProtocolError, UnreachableError
 from inflight.http.bodies import parse_body
-from inflight.http.transport import make_transport
+from inflight.http.connection_pool import make_connection_pool
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 _MAX_EVENT_BYTES = 1024 * 1024
@@ -168,7 +168,7 @@ class BoundedClient:
             )
             return self._client.send(request, stream=True)
         if self._transport is None:
-            self._transport = make_transport(url, keeps_alive=self._keeps_alive)
+            self._transport = make_connection_pool(url, keeps_alive=self._keeps_alive)
         return self._transport.handle_async_request(bare_request(method, url, content, headers))
 
     def _error_of(self, error: Exception, what: str, timeout_s: float) -> EndpointError:

@@ -25,8 +25,8 @@ from inflight.contracts import InferenceEndpoint, ScoringEndpoint, StreamingEndp
 from inflight.errors import InflightError, InvalidRequestError, UnauthorizedError, UnsupportedError
 from inflight.http import routes
 from inflight.http.bodies import message_of
+from inflight.http.incoming_requests import content_of, refuse_length, run_while_connected
 from inflight.http.openapi import openapi_document
-from inflight.http.receiving import content_of, refuse_length, run_while_connected
 from inflight.http.routes import STATUS_OF_CODE, Route
 from inflight.http.tokens import carries_token
 from inflight.types import EngineStats

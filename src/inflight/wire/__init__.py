@@ -72,9 +72,9 @@ from inflight.wire.generation import (
 from inflight.wire.scoring import MAX_ALTERNATIVES, ScoreRequest, ScoreResponse
 from inflight.wire.transports import (
     DirectorySpec,
+    HttpFileSpec,
     IpcSpec,
     ProcessGroupSpec,
-    PullSpec,
 )
 from inflight.wire.weights import (
     DTYPE_SIZES,
@@ -139,6 +139,7 @@ __all__ = [
     "GenerateRequest",
     "GenerateResponse",
     "Health",
+    "HttpFileSpec",
     "ImageAddress",
     "ImagePart",
     "ImageUrl",
@@ -154,7 +155,6 @@ __all__ = [
     "ProcessGroupSpec",
     "PromptHistory",
     "PromptImage",
-    "PullSpec",
     "RequestId",
     "RoutedExperts",
     "RunId",

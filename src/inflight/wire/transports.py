@@ -66,7 +66,7 @@ class IpcSpec(TransportSpec):
     place: str = Field(pattern=r"^[A-Za-z0-9-]{1,64}$")
 
 
-class PullSpec(TransportSpec):
+class HttpFileSpec(TransportSpec):
     """Where one endpoint fetches the files of `DirectorySpec` over HTTP, in byte ranges, with a bearer token."""
 
     transport: Literal["http"]

@@ -17,9 +17,9 @@ from inflight.wire import (
     DirectorySpec,
     EndpointState,
     GenerateResponse,
+    HttpFileSpec,
     InFlightPolicy,
     IpcSpec,
-    PullSpec,
     TransportSpec,
     UpdateRef,
 )
@@ -127,7 +127,7 @@ async def unsupported_transports(subject: EndpointSubject) -> None:
         run_id = subject.publisher.run_id
         spec: TransportSpec
         if transport == "http":
-            spec = PullSpec(run_id=run_id, transport="http", url="http://127.0.0.1:9", token="none", timeout_s=3.0)
+            spec = HttpFileSpec(run_id=run_id, transport="http", url="http://127.0.0.1:9", token="none", timeout_s=3.0)
         elif transport == "ipc":
             directory = str(subject.directory)
             spec = IpcSpec(run_id=run_id, transport="ipc", directory=directory, place="none", timeout_s=3.0)

@@ -28,9 +28,9 @@ from inflight.wire import (
     ChatCompletionRequest,
     GenerateRequest,
     GenerateResponse,
+    HttpFileSpec,
     InFlightPolicy,
     ProcessGroupSpec,
-    PullSpec,
     TransportSpec,
     UpdateRef,
     WeightUpdate,
@@ -298,7 +298,7 @@ class FaultyEndpoint(InferenceEndpoint):
         if isinstance(spec, ProcessGroupSpec):
             proxy = await self._proxy(spec.master_port)
             return spec.model_copy(update={"master_port": proxy.port})
-        if isinstance(spec, PullSpec):
+        if isinstance(spec, HttpFileSpec):
             proxy = await self._proxy(urlsplit(spec.url).port or 0)
             return spec.model_copy(update={"url": f"http://127.0.0.1:{proxy.port}"})
         return spec

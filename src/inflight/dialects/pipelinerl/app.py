@@ -27,7 +27,7 @@ from inflight.dialects.serving import DialectRoutes, EndpointPool
 from inflight.errors import InvalidRequestError
 from inflight.http import routes
 from inflight.http.bodies import message_of
-from inflight.http.receiving import content_of, run_while_connected
+from inflight.http.incoming_requests import content_of, run_while_connected
 from inflight.wire import ChatCompletionRequest, ModelCard, ModelList
 
 Receive = Callable[[WeightUpdateRequest], Awaitable[None]]

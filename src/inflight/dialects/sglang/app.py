@@ -27,7 +27,7 @@ from inflight.dialects.vllm.messages import (
 )
 from inflight.errors import InflightError, InvalidRequestError
 from inflight.http import routes
-from inflight.http.receiving import run_while_connected
+from inflight.http.incoming_requests import run_while_connected
 from inflight.http.server import error_response
 from inflight.wire import Completion, GenerateRequest, GenerateResponse, InFlightPolicy
 

@@ -21,7 +21,7 @@ from inflight.dialects.tinker.service import TinkerService
 from inflight.dialects.tinker.unsupported import CHECKPOINT, REFUSED_ROUTES
 from inflight.errors import InflightError
 from inflight.http.bodies import message_of
-from inflight.http.receiving import content_of
+from inflight.http.incoming_requests import content_of
 from inflight.http.tokens import carries_token
 
 API = "/api/v1"

@@ -35,7 +35,7 @@ from inflight.dialects.vllm.messages import (
 )
 from inflight.errors import BusyError, InvalidRequestError, UnsupportedError
 from inflight.http import routes
-from inflight.http.receiving import run_while_connected
+from inflight.http.incoming_requests import run_while_connected
 from inflight.wire import ChatCompletionRequest
 
 _NCCL = (

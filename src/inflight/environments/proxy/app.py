@@ -46,7 +46,7 @@ from inflight.errors import (
     UnsupportedError,
 )
 from inflight.http.bodies import message_of
-from inflight.http.receiving import content_of, run_while_connected
+from inflight.http.incoming_requests import content_of, run_while_connected
 from inflight.http.routes import MB, Size
 from inflight.wire import MAX_IMAGES_LENGTH
 

@@ -39,7 +39,7 @@ from inflight.environments.proxy.app import (
 from inflight.environments.proxy.requests import Reward
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import BusyError, EndpointError, EpisodeOverError, InvalidRequestError, UnauthorizedError
-from inflight.http.receiving import content_of
+from inflight.http.incoming_requests import content_of
 from inflight.http.tokens import carries_token
 from inflight.types import Rollout
 from inflight.wire import (

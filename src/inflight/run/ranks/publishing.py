@@ -23,7 +23,7 @@ from inflight.weights.send.publisher import WeightPublisher
 from inflight.weights.send.ranks import PartSender
 from inflight.weights.send.storing import newest_incarnation, store_weights
 from inflight.weights.transports import make_sender
-from inflight.weights.transports.files import FileSender
+from inflight.weights.transports.files import DirectorySender
 
 
 class Publishing(Protocol):
@@ -120,7 +120,7 @@ class PullPublishing(Publishing):
         self._updates = updates
         self._deadline_s = deadline_s
         self._run_id = run_id
-        self._store = FileSender(self._directory)
+        self._store = DirectorySender(self._directory)
         self._incarnation = newest_incarnation(self._directory, run_id) + 1
 
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:

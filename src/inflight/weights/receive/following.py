@@ -32,9 +32,9 @@ from inflight.types import EndpointOutcome, WeightBucket
 from inflight.weights.encode.bucket_bytes import checksum, pack, payload_spec
 from inflight.weights.send.endpoint_update import serves, update_endpoint
 from inflight.weights.transports.bucket_files import LEASE_S, StoredUpdate
-from inflight.weights.transports.files import FileReceiver, FileSender
-from inflight.weights.transports.pull import PullReceiver
-from inflight.wire import BucketTransfer, DirectorySpec, InFlightPolicy, PullSpec, UpdateRef
+from inflight.weights.transports.files import DirectoryReceiver, DirectorySender
+from inflight.weights.transports.http_files import HttpFileReceiver
+from inflight.wire import BucketTransfer, DirectorySpec, HttpFileSpec, InFlightPolicy, UpdateRef
 
 FIRST_PAUSE_S = 0.5
 """Delay in seconds between the first failure and the first retry."""
@@ -47,7 +47,7 @@ _LEASE_SLACK_S = 5.0
 _RENEW_S = LEASE_S / 10
 
 
-def store_spec(place: str, run_id: str, token: str | None) -> DirectorySpec | PullSpec:
+def store_spec(place: str, run_id: str, token: str | None) -> DirectorySpec | HttpFileSpec:
     """Return the spec of the place, a directory or a URL, where a run's versions are stored. Raises `ConfigError`."""
     is_url = place.startswith(("http://", "https://"))
     if is_url and token is None:
@@ -55,7 +55,7 @@ def store_spec(place: str, run_id: str, token: str | None) -> DirectorySpec | Pu
     try:
         if is_url:
             url = place.rstrip("/")
-            return PullSpec(run_id=run_id, transport="http", url=url, token=token or "", timeout_s=_JOIN_S)
+            return HttpFileSpec(run_id=run_id, transport="http", url=url, token=token or "", timeout_s=_JOIN_S)
         directory = str(Path(place).absolute())
         return DirectorySpec(run_id=run_id, transport="file", directory=directory, timeout_s=_JOIN_S)
     except pydantic.ValidationError as error:
@@ -64,7 +64,7 @@ def store_spec(place: str, run_id: str, token: str | None) -> DirectorySpec | Pu
 
 async def follow(
     endpoint: InferenceEndpoint,
-    spec: DirectorySpec | PullSpec,
+    spec: DirectorySpec | HttpFileSpec,
     *,
     in_flight: InFlightPolicy = InFlightPolicy.KEEP,
     poll_s: float = 0.2,
@@ -89,7 +89,7 @@ async def follow(
 
 
 async def take_each_newest(
-    spec: DirectorySpec | PullSpec,
+    spec: DirectorySpec | HttpFileSpec,
     has: Callable[[UpdateRef], Awaitable[bool]],
     take: Callable[[StoredRun, StoredUpdate], Coroutine[Any, Any, None]],
     *,
@@ -154,7 +154,7 @@ async def _while_held(source: StoredRun, ref: UpdateRef, taking: Coroutine[Any, 
 
 async def _update_to(
     endpoint: InferenceEndpoint,
-    spec: DirectorySpec | PullSpec,
+    spec: DirectorySpec | HttpFileSpec,
     stored: StoredUpdate,
     in_flight: InFlightPolicy,
     deadline_s: float,
@@ -191,7 +191,7 @@ async def _transfers(stored: StoredUpdate, timeout_s: float) -> AsyncGenerator[B
 
 
 async def relay(
-    spec: DirectorySpec | PullSpec,
+    spec: DirectorySpec | HttpFileSpec,
     directory: Path,
     *,
     poll_s: float = 0.2,
@@ -204,7 +204,7 @@ async def relay(
     complete. The previous version is then removed, unless a reader leases it. Each version has ``deadline_s`` seconds.
     A failure is reported and the version is retried; the previous version stays.
     """
-    sender = FileSender(directory, is_durable=False)
+    sender = DirectorySender(directory, is_durable=False)
     sender.specs(spec.run_id, [1], deadline_s)
     here = DirectorySpec(run_id=spec.run_id, transport="file", directory=str(sender.directory), timeout_s=_READ_S)
 
@@ -223,7 +223,7 @@ async def relay(
         sender.abort()
 
 
-def _copy(source: StoredRun, stored: StoredUpdate, sender: FileSender, deadline_s: float) -> None:
+def _copy(source: StoredRun, stored: StoredUpdate, sender: DirectorySender, deadline_s: float) -> None:
     sender.begin(stored.update)
     is_done = False
     try:
@@ -237,8 +237,8 @@ def _copy(source: StoredRun, stored: StoredUpdate, sender: FileSender, deadline_
 class StoredRun:
     """The stored versions of a run, in a directory or at a URL. No call blocks the event loop."""
 
-    def __init__(self, spec: DirectorySpec | PullSpec) -> None:
-        self._receiver = FileReceiver(spec) if isinstance(spec, DirectorySpec) else PullReceiver(spec)
+    def __init__(self, spec: DirectorySpec | HttpFileSpec) -> None:
+        self._receiver = DirectoryReceiver(spec) if isinstance(spec, DirectorySpec) else HttpFileReceiver(spec)
         self._lease = f"lease-{secrets.token_hex(8)}"
 
     async def latest(self, timeout_s: float) -> UpdateRef | None:

@@ -16,7 +16,7 @@ from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import Rounding, encode_bucket
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from inflight.weights.send.gathering import gather_rest, require_announced, weight_update_of
-from inflight.weights.transports.files import FileReceiver
+from inflight.weights.transports.files import DirectoryReceiver
 from inflight.wire import DirectorySpec, TransportSpec, UpdateRef, WeightUpdate
 
 _READ_S = 60.0
@@ -47,8 +47,8 @@ def store_weights(
 ) -> StoreReport:
     """Store the worker's current weights as the newest version of the run, and return a report.
 
-    Rank 0 calls this with a `FileSender` or `PullSender`, while every other rank calls `gather_only`. It does not wait
-    for servers, which load the newest version when they are ready (see `inflight.weights.receive.following`).
+    Rank 0 calls this with a `DirectorySender` or `HttpFileSender`, while every other rank calls `gather_only`. It does
+    not wait for servers, which load the newest version when they are ready (see `inflight.weights.receive.following`).
     ``incarnation`` counts the times a run's trainer was started: pass one more than `newest_incarnation` returns.
 
     Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the previous version then
@@ -78,7 +78,7 @@ def store_weights(
 def newest_incarnation(directory: Path, run_id: str) -> int:
     """Return the incarnation of a run's newest stored version in a directory; 0 if there is none."""
     spec = DirectorySpec(run_id=run_id, transport="file", directory=str(directory.absolute()), timeout_s=_READ_S)
-    receiver = FileReceiver(spec)
+    receiver = DirectoryReceiver(spec)
     ref = receiver.latest(_READ_S)
     return 0 if ref is None else receiver.read_manifest(ref, _READ_S).update.incarnation
 

@@ -39,10 +39,10 @@ from inflight.weights.transports.store import (
     run_name,
     session_name,
 )
-from inflight.wire import DirectorySpec, PullSpec, UpdateRef, WeightUpdate
+from inflight.wire import DirectorySpec, HttpFileSpec, UpdateRef, WeightUpdate
 
 
-class FileSender(WeightSender):
+class DirectorySender(WeightSender):
     """Trainer rank 0's end.
 
     The endpoints can read ``directory``. ``is_durable`` has the same meaning as for `BucketStore`.
@@ -96,13 +96,13 @@ class FileSender(WeightSender):
         self._store.drop()
 
 
-class FilesReceiver(StoredReceiver):
+class BucketFileReceiver(StoredReceiver):
     """Base of the receivers of stored files. Followers of a run call `latest`, `lease` and `read_manifest`.
 
     Tensors arrive in host memory, which is pinned if ``device`` is a GPU.
     """
 
-    def __init__(self, spec: DirectorySpec | PullSpec, device: torch.device | None = None) -> None:
+    def __init__(self, spec: DirectorySpec | HttpFileSpec, device: torch.device | None = None) -> None:
         super().__init__()
         self._run_id = spec.run_id
         self._join_s = spec.timeout_s
@@ -174,7 +174,7 @@ class FilesReceiver(StoredReceiver):
         """Fill ``flat`` with the bytes of a bucket, once its file exists."""
 
 
-class FileReceiver(FilesReceiver):
+class DirectoryReceiver(BucketFileReceiver):
     """One endpoint rank's end."""
 
     def __init__(self, spec: DirectorySpec, device: torch.device | None = None) -> None:

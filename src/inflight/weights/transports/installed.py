@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from inflight.contracts import Transport
-from inflight.wire import DirectorySpec, IpcSpec, ProcessGroupSpec, PullSpec, TransportSpec
+from inflight.wire import DirectorySpec, HttpFileSpec, IpcSpec, ProcessGroupSpec, TransportSpec
 
 if TYPE_CHECKING:
     import torch
@@ -94,34 +94,34 @@ class FileTransport(Transport):
     needs_gpu = False
 
     def sender(self, *, address: str, directory: Path | None) -> WeightSender:
-        from inflight.weights.transports.files import FileSender
+        from inflight.weights.transports.files import DirectorySender
 
-        return FileSender(directory)
+        return DirectorySender(directory)
 
     def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
-        from inflight.weights.transports.files import FileReceiver
+        from inflight.weights.transports.files import DirectoryReceiver
 
         assert isinstance(spec, DirectorySpec)
-        return FileReceiver(spec, device)
+        return DirectoryReceiver(spec, device)
 
 
 class HttpTransport(Transport):
     """The files of `FileTransport`, served over HTTP."""
 
     name = "http"
-    spec_type = PullSpec
+    spec_type = HttpFileSpec
     needs_gpu = False
 
     def sender(self, *, address: str, directory: Path | None) -> WeightSender:
-        from inflight.weights.transports.pull import PullSender
+        from inflight.weights.transports.http_files import HttpFileSender
 
-        return PullSender(directory, address=address)
+        return HttpFileSender(directory, address=address)
 
     def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
-        from inflight.weights.transports.pull import PullReceiver
+        from inflight.weights.transports.http_files import HttpFileReceiver
 
-        assert isinstance(spec, PullSpec)
-        return PullReceiver(spec, device)
+        assert isinstance(spec, HttpFileSpec)
+        return HttpFileReceiver(spec, device)
 
 
 GLOO = ProcessGroupTransport("gloo")

@@ -16,16 +16,16 @@ from inflight.errors import TransferError, transfer_error
 from inflight.types import WeightBucket
 from inflight.weights.transports.bucket_files import LENGTH_BYTES, MAX_LATEST_BYTES, check_header, header_length
 from inflight.weights.transports.file_server import FileServer
-from inflight.weights.transports.files import FileSender, FilesReceiver
+from inflight.weights.transports.files import BucketFileReceiver, DirectorySender
 from inflight.weights.transports.private_directory import PrivateDirectory
 from inflight.weights.transports.ranges import NotThereError, RangeClient
 from inflight.weights.transports.store import Attempt, bytes_of
-from inflight.wire import PullSpec, UpdateRef, WeightUpdate
+from inflight.wire import HttpFileSpec, UpdateRef, WeightUpdate
 
 _OPENING_BYTES = 1 << 16
 
 
-class PullSender(WeightSender):
+class HttpFileSender(WeightSender):
     """Trainer rank 0's end. Endpoints connect to ``address``.
 
     Files are written to ``directory`` and stay there. Without it, they are in a temporary directory, which `abort`
@@ -36,14 +36,14 @@ class PullSender(WeightSender):
         self._directory = directory
         self._address = address
         self._home: PrivateDirectory | None = None
-        self._files: FileSender | None = None
+        self._files: DirectorySender | None = None
         self._server: FileServer | None = None
 
     @property
     def is_collective(self) -> bool:
         return False
 
-    def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[PullSpec]:
+    def specs(self, run_id: str, num_ranks: Sequence[int], timeout_s: float) -> list[HttpFileSpec]:
         """Return one spec per endpoint. The server keeps running from one group to the next, until `abort`."""
         try:
             files = self._files = self._files or self._stored_in()
@@ -52,18 +52,18 @@ class PullSender(WeightSender):
         except TransferError:
             self.abort()
             raise
-        spec = PullSpec(run_id=run_id, transport="http", url=server.url, token=server.token, timeout_s=timeout_s)
+        spec = HttpFileSpec(run_id=run_id, transport="http", url=server.url, token=server.token, timeout_s=timeout_s)
         return [spec] * len(num_ranks)
 
-    def _stored_in(self) -> FileSender:
+    def _stored_in(self) -> DirectorySender:
         if self._directory is not None:
-            return FileSender(self._directory)
+            return DirectorySender(self._directory)
         parent = Path(tempfile.gettempdir())
         try:
             self._home = PrivateDirectory(parent)
         except OSError as error:
             raise transfer_error(error, f"making a directory below {parent}") from error
-        return FileSender(self._home.path, is_durable=False)
+        return DirectorySender(self._home.path, is_durable=False)
 
     def join(self) -> None:
         """Return without waiting for endpoints."""
@@ -92,16 +92,16 @@ class PullSender(WeightSender):
         if home is not None:
             home.remove()
 
-    def _opened(self) -> FileSender:
+    def _opened(self) -> DirectorySender:
         if self._files is None:
             raise TransferError("no weight group is open")
         return self._files
 
 
-class PullReceiver(FilesReceiver):
+class HttpFileReceiver(BucketFileReceiver):
     """One endpoint rank's end."""
 
-    def __init__(self, spec: PullSpec, device: torch.device | None = None) -> None:
+    def __init__(self, spec: HttpFileSpec, device: torch.device | None = None) -> None:
         super().__init__(spec, device)
         self._client = RangeClient(spec.url, spec.token)
 

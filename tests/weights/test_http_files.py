@@ -16,9 +16,9 @@ from starlette.responses import FileResponse
 
 from inflight.errors import TransferError
 from inflight.weights.transports import ranges
-from inflight.weights.transports.pull import PullReceiver, PullSender
+from inflight.weights.transports.http_files import HttpFileReceiver, HttpFileSender
 from inflight.weights.transports.store import Attempt
-from inflight.wire import PullSpec, TensorSpec
+from inflight.wire import HttpFileSpec, TensorSpec
 from tests.gates import NEVER_S, SOON_S, wait_until
 from tests.weights.stored import (
     CuttingProxy,
@@ -35,10 +35,10 @@ from tests.weights.stored import (
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PullSender, PullSpec, Path]]:
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HttpFileSender, HttpFileSpec, Path]]:
     """A sender whose version 1 holds two buckets of a megabyte; tests only read."""
     directory = tmp_path_factory.mktemp("store")
-    sender = PullSender(directory)
+    sender = HttpFileSender(directory)
     (spec,) = sender.specs("run", [1], 5.0)
     update = plain_update(1, size_bytes=1 << 20)
     publish(sender, update, make_buckets(update))
@@ -48,7 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[PullSender
 
 
 @pytest.fixture
-def spec(store: tuple[PullSender, PullSpec, Path]) -> PullSpec:
+def spec(store: tuple[HttpFileSender, HttpFileSpec, Path]) -> HttpFileSpec:
     return store[1]
 
 
@@ -61,14 +61,14 @@ UPDATE = plain_update(1, size_bytes=1 << 20)
 BUCKETS = make_buckets(UPDATE)
 
 
-def client(spec: PullSpec, token: str | None = None) -> httpx.Client:
+def client(spec: HttpFileSpec, token: str | None = None) -> httpx.Client:
     return httpx.Client(
         base_url=spec.url, headers={"Authorization": f"Bearer {token or spec.token}"}, trust_env=False, timeout=5.0
     )
 
 
-def test_buckets_of_many_parts_arrive_whole(spec: PullSpec, small_parts: None) -> None:
-    receiver = PullReceiver(spec)
+def test_buckets_of_many_parts_arrive_whole(spec: HttpFileSpec, small_parts: None) -> None:
+    receiver = HttpFileReceiver(spec)
     receiver.join()
     assert_same(receive(receiver, UPDATE, BUCKETS), BUCKETS)
     assert_same(receive(receiver, UPDATE, BUCKETS), BUCKETS)
@@ -78,8 +78,8 @@ def test_buckets_of_many_parts_arrive_whole(spec: PullSpec, small_parts: None) -
 def test_a_header_longer_than_the_first_request_is_read_whole(tmp_path: Path) -> None:
     specs = [TensorSpec(name=f"model.layers.{i}.weight", dtype="bfloat16", shape=(2,)) for i in range(3000)]
     update = make_update(specs=specs, cuts=(0, 3000))
-    sender = PullSender(tmp_path)
-    receiver = PullReceiver(sender.specs("run", [1], 5.0)[0])
+    sender = HttpFileSender(tmp_path)
+    receiver = HttpFileReceiver(sender.specs("run", [1], 5.0)[0])
     publish(sender, update, make_buckets(update))
     assert_same(receive(receiver, update, make_buckets(update)), make_buckets(update))
     receiver.abort()
@@ -90,29 +90,29 @@ def test_a_header_longer_than_the_first_request_is_read_whole(tmp_path: Path) ->
     "cuts", [[0], [10], [400], [70_000], [100_000, 250_000, 0, 50, 150, 170, 200, 230, 250, 1000, 300_000]]
 )
 def test_a_connection_that_is_cut_is_resumed_where_it_was(
-    spec: PullSpec, small_parts: None, monkeypatch: pytest.MonkeyPatch, cuts: list[int]
+    spec: HttpFileSpec, small_parts: None, monkeypatch: pytest.MonkeyPatch, cuts: list[int]
 ) -> None:
     monkeypatch.setattr(ranges, "_NUM_CONNECTIONS", 1)  # of several, one may have ended before its cut
     proxy = CuttingProxy(int(spec.url.rpartition(":")[2]), cuts)
-    receiver = PullReceiver(spec.model_copy(update={"url": proxy.url}))
+    receiver = HttpFileReceiver(spec.model_copy(update={"url": proxy.url}))
     assert_same(receive(receiver, UPDATE, BUCKETS), BUCKETS)
     receiver.abort()
     proxy.close()
     assert proxy.num_cut == len(cuts)
 
 
-def test_a_connection_that_stalls_is_cut_and_resumed(spec: PullSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_stalls_is_cut_and_resumed(spec: HttpFileSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "_STALLED_S", 0.2)
     proxy = CuttingProxy(int(spec.url.rpartition(":")[2]), [200_000], stall=True)
-    receiver = PullReceiver(spec.model_copy(update={"url": proxy.url}))
+    receiver = HttpFileReceiver(spec.model_copy(update={"url": proxy.url}))
     assert_same(receive(receiver, UPDATE, BUCKETS), BUCKETS)
     receiver.abort()
     proxy.close()
 
 
-def test_a_server_that_goes_on_cutting_is_given_up_after_the_timeout_with_the_cause(spec: PullSpec) -> None:
+def test_a_server_that_goes_on_cutting_is_given_up_after_the_timeout_with_the_cause(spec: HttpFileSpec) -> None:
     proxy = CuttingProxy(int(spec.url.rpartition(":")[2]), [0] * 1000)
-    receiver = PullReceiver(spec.model_copy(update={"url": proxy.url}))
+    receiver = HttpFileReceiver(spec.model_copy(update={"url": proxy.url}))
     receiver.begin(UPDATE.ref)
     began = time.monotonic()
     with pytest.raises(TransferError, match=rf"bucket 0 of version 1 failed: {proxy.url}/run/1-s/00000.*after 0.5 s"):
@@ -123,17 +123,17 @@ def test_a_server_that_goes_on_cutting_is_given_up_after_the_timeout_with_the_ca
     proxy.close()
 
 
-def test_nobody_listening_is_an_error_with_the_address(spec: PullSpec) -> None:
+def test_nobody_listening_is_an_error_with_the_address(spec: HttpFileSpec) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     gone = spec.model_copy(update={"url": f"http://127.0.0.1:{port}", "timeout_s": 0.2})
     with pytest.raises(TransferError, match=rf"joining the weight group failed: .*{port}.*refused"):
-        PullReceiver(gone).join()
+        HttpFileReceiver(gone).join()
 
 
-def test_abort_ends_a_fetch_that_stalls(spec: PullSpec) -> None:
+def test_abort_ends_a_fetch_that_stalls(spec: HttpFileSpec) -> None:
     proxy = CuttingProxy(int(spec.url.rpartition(":")[2]), [200_000] * 3, stall=True)
-    receiver = PullReceiver(spec.model_copy(update={"url": proxy.url}))
+    receiver = HttpFileReceiver(spec.model_copy(update={"url": proxy.url}))
     raised: list[str] = []
 
     def pending() -> None:
@@ -157,10 +157,10 @@ def test_abort_ends_a_fetch_that_stalls(spec: PullSpec) -> None:
 
 
 def test_a_wrong_token_is_refused_at_once_and_never_written_anywhere(
-    spec: PullSpec, caplog: pytest.LogCaptureFixture
+    spec: HttpFileSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    receiver = PullReceiver(spec.model_copy(update={"token": "very-wrong"}))
+    receiver = HttpFileReceiver(spec.model_copy(update={"token": "very-wrong"}))
     receiver.begin(UPDATE.ref)
     began = time.monotonic()
     for call in (
@@ -173,14 +173,14 @@ def test_a_wrong_token_is_refused_at_once_and_never_written_anywhere(
         assert "very-wrong" not in str(raised.value) + repr(raised.value.__cause__)
     assert time.monotonic() - began < SOON_S
     receiver.abort()
-    good = PullReceiver(spec)
+    good = HttpFileReceiver(spec)
     receive(good, UPDATE, BUCKETS)
     good.abort()
     assert "very-wrong" not in caplog.text and spec.token not in caplog.text + repr(spec)
 
 
 def test_each_group_of_a_new_server_has_a_token_of_its_own(tmp_path: Path) -> None:
-    sender = PullSender(tmp_path)
+    sender = HttpFileSender(tmp_path)
     (first,) = sender.specs("run", [1], 5.0)
     assert sender.specs("run", [1], 5.0) == [first], "the server keeps running"
     sender.abort()
@@ -215,7 +215,9 @@ def test_each_group_of_a_new_server_has_a_token_of_its_own(tmp_path: Path) -> No
         "/run\x00/latest.json",
     ],
 )
-def test_nothing_but_the_files_of_the_store_is_served(store: tuple[PullSender, PullSpec, Path], path: str) -> None:
+def test_nothing_but_the_files_of_the_store_is_served(
+    store: tuple[HttpFileSender, HttpFileSpec, Path], path: str
+) -> None:
     _, spec, directory = store
     (directory / "secret.txt").write_text("secret")
     (directory / "run" / "1-s" / "secret.txt").write_text("secret")
@@ -242,7 +244,7 @@ def test_nothing_but_the_files_of_the_store_is_served(store: tuple[PullSender, P
     assert b"secret" not in answer
 
 
-def test_ranges_tags_and_head_are_answered_and_nothing_is_without_the_token(spec: PullSpec) -> None:
+def test_ranges_tags_and_head_are_answered_and_nothing_is_without_the_token(spec: HttpFileSpec) -> None:
     path = "/run/1-s/00000.safetensors"
     with client(spec) as http:
         head = http.head(path)
@@ -258,15 +260,15 @@ def test_ranges_tags_and_head_are_answered_and_nothing_is_without_the_token(spec
             assert answer.status_code in (401, 404) and (answer.status_code == 401 or "none" in path)
 
 
-def test_a_follower_finds_the_latest_version_and_its_manifest(store: tuple[PullSender, PullSpec, Path]) -> None:
+def test_a_follower_finds_the_latest_version_and_its_manifest(store: tuple[HttpFileSender, HttpFileSpec, Path]) -> None:
     _, spec, directory = store
-    receiver = PullReceiver(spec)
+    receiver = HttpFileReceiver(spec)
     ref = receiver.latest(5.0)
     assert ref is not None and ref == UPDATE.ref == latest(directory, "run")
     assert receiver.read_manifest(ref, 5.0).update == UPDATE
     with pytest.raises(TransferError, match=r"9-s/manifest.json does not exist"):
         receiver.read_manifest(ref.model_copy(update={"version": 9}), 5.0)
-    other = PullReceiver(spec.model_copy(update={"run_id": "other"}))
+    other = HttpFileReceiver(spec.model_copy(update={"run_id": "other"}))
     other.join()
     assert other.latest(5.0) is None
     for each in (receiver, other):
@@ -276,8 +278,8 @@ def test_a_follower_finds_the_latest_version_and_its_manifest(store: tuple[PullS
 def test_a_file_that_is_replaced_while_it_is_read_is_an_error(
     tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = PullSender(tmp_path)
-    receiver = PullReceiver(sender.specs("run", [1], 5.0)[0])
+    sender = HttpFileSender(tmp_path)
+    receiver = HttpFileReceiver(sender.specs("run", [1], 5.0)[0])
     publish(sender, UPDATE, BUCKETS)
     fill = ranges.RangeClient.fill
 
@@ -297,7 +299,7 @@ def test_a_file_that_is_replaced_while_it_is_read_is_an_error(
 
 
 def test_a_file_that_is_removed_as_it_is_sent_arrives_whole(
-    store: tuple[PullSender, PullSpec, Path], monkeypatch: pytest.MonkeyPatch
+    store: tuple[HttpFileSender, HttpFileSpec, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, spec, directory = store
     path = "/run/1-s/00007.safetensors"
@@ -316,14 +318,14 @@ def test_a_file_that_is_removed_as_it_is_sent_arrives_whole(
 
 def test_the_address_is_the_only_one_that_is_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    sender = PullSender(None, "127.0.0.2")
+    sender = HttpFileSender(None, "127.0.0.2")
     (spec,) = sender.specs("run", [1], 5.0)
     port = int(spec.url.rpartition(":")[2])
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=1.0)
     sender.abort()
     with pytest.raises(TransferError, match=r"192\.0\.2\.1"):
-        PullSender(None, "192.0.2.1").specs("run", [1], 1.0)
+        HttpFileSender(None, "192.0.2.1").specs("run", [1], 1.0)
     assert list(tmp_path.iterdir()) == [], "a group that was not opened leaves nothing"
 
 
@@ -333,8 +335,8 @@ def test_a_sender_without_a_directory_writes_over_the_files_that_nobody_needs(
 ) -> None:
     """Fresh memory would cost more time than the copy; buckets may be fewer or shorter than those before."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    sender = PullSender(None)
-    receiver = PullReceiver(sender.specs("run", [1], 5.0)[0])
+    sender = HttpFileSender(None)
+    receiver = HttpFileReceiver(sender.specs("run", [1], 5.0)[0])
     used: list[set[int]] = []
     for version, number in enumerate(num_buckets, 1):
         update = plain_update(version, size_bytes=70_000 - 1000 * version, num_buckets=number)
@@ -354,8 +356,8 @@ def test_a_sender_without_a_directory_leaves_nothing_behind(tmp_path: Path, monk
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     handles, threads = open_handles(), threading.active_count()
     for _ in range(3):
-        sender = PullSender(None)
-        receiver = PullReceiver(sender.specs("run", [1], 5.0)[0])
+        sender = HttpFileSender(None)
+        receiver = HttpFileReceiver(sender.specs("run", [1], 5.0)[0])
         publish(sender, UPDATE, BUCKETS)
         (home,) = tmp_path.iterdir()
         assert home.stat().st_mode & 0o777 == 0o700
@@ -366,7 +368,7 @@ def test_a_sender_without_a_directory_leaves_nothing_behind(tmp_path: Path, monk
     assert open_handles() <= handles + 1 and threading.active_count() <= threads + 1
     (tmp_path / "none").write_text("")
     with pytest.raises(TransferError, match="making a directory below"):
-        PullSender(tmp_path / "none").specs("run", [1], 1.0)
+        HttpFileSender(tmp_path / "none").specs("run", [1], 1.0)
 
 
 def test_a_request_that_its_deadline_cuts_short_does_not_hide_what_was_known() -> None:

@@ -1,4 +1,4 @@
-"""An httpx transport for plain HTTP/1.1 that finds an idle connection in constant time.
+"""A connection pool for plain HTTP/1.1 that finds an idle connection in constant time, as a transport of httpx.
 
 httpx's own pool checks every connection for each call. TLS and proxies still use httpx's transport.
 """
@@ -25,16 +25,16 @@ _MAX_HEAD_BYTES = 100 * 1024
 Origin = tuple[str, int]
 
 
-def make_transport(url: httpx.URL, *, keeps_alive: bool) -> httpx.AsyncBaseTransport:
+def make_connection_pool(url: httpx.URL, *, keeps_alive: bool) -> httpx.AsyncBaseTransport:
     """Return a transport for the server at ``url``, which keeps no idle connection if ``keeps_alive`` is False."""
     max_idle = _MAX_IDLE if keeps_alive else 0
     if url.scheme != "https":
-        return PlainTransport(max_idle)
+        return ConnectionPool(max_idle)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=max_idle, keepalive_expiry=_IDLE_S)
     return httpx.AsyncHTTPTransport(verify=client_tls(), limits=limits, trust_env=False)
 
 
-class PlainTransport(httpx.AsyncBaseTransport):
+class ConnectionPool(httpx.AsyncBaseTransport):
     """Sends each ``http://`` request over a free connection, preferably the one that was used most recently.
 
     The body of a request is read completely before a connection is opened. A connection whose response was not read to
@@ -129,9 +129,9 @@ class PlainTransport(httpx.AsyncBaseTransport):
 class _Body(httpx.AsyncByteStream):
     """The body of a response. Closing it releases its connection."""
 
-    def __init__(self, connection: _Connection, transport: PlainTransport) -> None:
+    def __init__(self, connection: _Connection, pool: ConnectionPool) -> None:
         self._connection = connection
-        self._transport = transport
+        self._pool = pool
         self._is_read = self._is_closed = False
 
     def __aiter__(self) -> AsyncIterator[bytes]:
@@ -147,7 +147,7 @@ class _Body(httpx.AsyncByteStream):
     async def aclose(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            self._transport.release(self._connection)
+            self._pool.release(self._connection)
 
 
 class _Connection(asyncio.Protocol):
