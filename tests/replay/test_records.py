@@ -23,6 +23,7 @@ from inflight.observe.trace.records import (
     RecordManifest,
     RecordWriter,
     item_details,
+    pieces_of,
     read_manifest,
     read_step,
     read_steps,
@@ -31,7 +32,6 @@ from inflight.observe.trace.records import (
     versions_of,
 )
 from inflight.observe.trace.steps import RecordedStep, StepOutcome, join_step, split_step
-from inflight.observe.trace.text import pieces_of
 from inflight.types import Group, Rollout, Sample, TeacherScores, Turn
 from inflight.wire import PromptImage, RoutedExperts, VersionSpan
 

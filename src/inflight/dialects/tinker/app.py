@@ -18,7 +18,6 @@ from inflight.dialects.tinker.futures import FailedCall, GoneError
 from inflight.dialects.tinker.protobuf import CONTENT_TYPE
 from inflight.dialects.tinker.samplers import NotFoundError
 from inflight.dialects.tinker.service import TinkerService
-from inflight.dialects.tinker.unsupported import CHECKPOINT, REFUSED_ROUTES
 from inflight.errors import InflightError
 from inflight.http.bodies import message_of
 from inflight.http.incoming_requests import content_of
@@ -49,6 +48,28 @@ CLIENT_CONFIG = {
     "sample_join_sampling_session": True,
 }
 """The flags of the SDK that this server sets."""
+
+_CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
+_NO_ACCOUNTS = "this server has no accounts"
+_NO_PROJECTS = "this server has no projects"
+_REFUSED_ROUTES: tuple[tuple[str, str, str], ...] = (
+    ("POST", f"{_CHECKPOINT}/publish", f"{_NO_ACCOUNTS}: all clients share its key, and with it every checkpoint"),
+    ("DELETE", f"{_CHECKPOINT}/publish", f"{_NO_ACCOUNTS}: all clients share its key, and with it every checkpoint"),
+    ("GET", f"{_CHECKPOINT}/external_weights_urls", "this server stores no weights elsewhere: copy them from its disk"),
+    ("POST", "/copy_weights", f"{_NO_PROJECTS} that weights could be copied to"),
+    ("PUT", "/sessions/{session_id}/project", f"{_NO_PROJECTS} that a session could be assigned to"),
+    ("GET", "/sessions/{session_id}/trace_export", "this server records no traces of sessions"),
+    ("POST", "/sessions/search", "sessions cannot be searched: list them instead"),
+    (
+        "POST",
+        "/create_custom_loss",
+        "custom losses do not run on this server: pass a function to forward_backward_custom",
+    ),
+    ("GET", "/audit", f"{_NO_ACCOUNTS}, and so no audit log"),
+    ("GET", "/billing/usage/events", f"{_NO_ACCOUNTS}, and so no billing"),
+    ("GET", "/billing/usage/checkpoints/current", f"{_NO_ACCOUNTS}: checkpoints list their sizes"),
+)
+"""Routes of Tinker's API that are refused: the method, the path and the reason that the error states."""
 
 
 def create_app(service: TinkerService, *, token: str) -> Starlette:
@@ -228,10 +249,10 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         ("GET", run, training_run),
         ("GET", f"{run}/checkpoints", checkpoints),
         ("GET", "/checkpoints", all_checkpoints),
-        ("DELETE", CHECKPOINT, checkpoint),
-        ("PUT", f"{CHECKPOINT}/ttl", checkpoint),
+        ("DELETE", _CHECKPOINT, checkpoint),
+        ("PUT", f"{_CHECKPOINT}/ttl", checkpoint),
         ("POST", "/weights_info", weights_info),
-        *((method, path, _refusing(why)) for method, path, why in REFUSED_ROUTES),
+        *((method, path, _refusing(why)) for method, path, why in _REFUSED_ROUTES),
     ]
     routes = [
         Route(API + path, _guarded(handle, token, lambda: service.is_stopping), methods=[method])

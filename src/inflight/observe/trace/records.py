@@ -22,7 +22,6 @@ from inflight import __version__
 from inflight.base.validation import describe_problems
 from inflight.errors import CheckpointError, ConfigError
 from inflight.observe.trace.steps import RecordedStep, StoredModel, StoredStep, join_step, split_step
-from inflight.observe.trace.text import pieces_of
 from inflight.types import Rollout
 
 FORMAT_VERSION = 1
@@ -30,6 +29,9 @@ FORMAT_VERSION = 1
 RECORD, MANIFEST = "record", "manifest.json"
 _STEP = "step"
 """Key of a step's structure in the metadata of its file."""
+_OVERLAP = 8
+"""Number of tokens that are decoded again as context, because some tokenizers join adjacent tokens."""
+_UNFINISHED = "\ufffd"
 
 
 class WeightsFile(StoredModel):
@@ -286,6 +288,23 @@ def _rollout_details(
             "loss_mask": None if mask is None else [*mask],
         },
     }
+
+
+def pieces_of(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> list[str]:
+    """Return the text that each token adds.
+
+    If several tokens form one character, the last of them adds the whole character.
+    """
+    pieces: list[str] = []
+    read = 0
+    for end in range(1, len(token_ids) + 1):
+        start = max(0, read - _OVERLAP)
+        before, after = decode(token_ids[start:read]), decode(token_ids[start:end])
+        is_last = end == len(token_ids)
+        is_whole = after.startswith(before) and (is_last or not after.endswith(_UNFINISHED))
+        pieces.append(after[len(before) :] if is_whole else "")
+        read = end if is_whole else read
+    return pieces
 
 
 def _file_of(directory: Path, version: int) -> Path:
