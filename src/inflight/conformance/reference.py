@@ -20,6 +20,10 @@ from inflight.model.checkpoints import load_causal_lm, load_config, load_tokeniz
 from inflight.model.images import load_image_processor
 from inflight.wire import ImageUrl, SamplingParams, VersionSpan
 
+_NUM_FACTORS = 1 << 18
+"""How many random factors are drawn to perturb a tensor. They repeat in a larger one: drawing them takes longer than
+anything else about an update of a real model."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReferenceWeights:
@@ -41,8 +45,11 @@ class ReferenceCheckpoint:
         self.path = path
         self.config = load_config(path)
         self._model: Any = load_causal_lm(path, attention="sdpa", dtype="float32")
+        self._models = {"float32": self._model}
+        """The models that compute logits, by dtype."""
         self._stored_names = stored_names(self._model)
-        self._loaded: ReferenceWeights | None = None
+        self._loaded: dict[str, ReferenceWeights] = {}
+        """The weights of each of these models; missing where they are not known."""
         self._perturbed: tuple[tuple[str, int], ReferenceWeights] | None = None
         """The arguments and the result of the last call of `perturbed`."""
         self.images = load_image_processor(path)
@@ -113,8 +120,10 @@ class ReferenceCheckpoint:
             random = torch.Generator().manual_seed(seed)
             tensors = {}
             for name, tensor in self.weights.tensors.items():
-                grows = torch.empty(tensor.shape, dtype=torch.bool).random_(generator=random)
-                tensors[name] = tensor * torch.where(grows, 1 + strength, 1 - strength).to(tensor.dtype)
+                grows = torch.empty(min(tensor.numel(), _NUM_FACTORS), dtype=torch.bool).random_(generator=random)
+                factors = torch.where(grows, 1 + strength, 1 - strength).to(tensor.dtype)
+                parts = tensor.reshape(-1).split(len(factors))
+                tensors[name] = torch.cat([part * factors[: len(part)] for part in parts]).view(tensor.shape)
             self._perturbed = (label, seed), ReferenceWeights(label, tensors)
         return self._perturbed[1]
 
@@ -215,25 +224,26 @@ class ReferenceCheckpoint:
             largest = max(largest, float((rounded_T - exact_T).abs().max()))
         return largest
 
-    def _model_of(self, weights: ReferenceWeights, dtype: str) -> Any:
-        """Return the model with these weights loaded; for a dtype other than float32, a converted copy."""
-        self._load(weights)
-        return self._model if dtype == "float32" else copy.deepcopy(self._model).to(getattr(torch, dtype))
-
     @torch.no_grad()
-    def _load(self, weights: ReferenceWeights) -> None:
-        if weights is self._loaded:
-            return
+    def _model_of(self, weights: ReferenceWeights, dtype: str) -> Any:
+        """Return a model in this dtype with these weights loaded, until the next call for the dtype."""
+        if weights is self._loaded.get(dtype):
+            return self._models[dtype]
+        loaded = self._loaded.pop(dtype, None)
         if self._is_fused:
             with tempfile.TemporaryDirectory(prefix="inflight-reference-") as directory:
-                self._model = load_causal_lm(self.save(weights, Path(directory)), attention="sdpa", dtype="float32")
-            self._loaded = weights
-            return
-        parameters = dict(self._model.named_parameters())
-        own = {stored: name for name, stored in self._stored_names.items()}
-        for name, tensor in weights.tensors.items():
-            parameters[own[name]].copy_(tensor)
-        self._loaded = weights
+                model = load_causal_lm(self.save(weights, Path(directory)), attention="sdpa", dtype="float32")
+            self._models[dtype] = model.to(getattr(torch, dtype))
+        elif dtype not in self._models:
+            self._models[dtype] = copy.deepcopy(self._model).to(getattr(torch, dtype))
+        if not self._is_fused:
+            parameters = dict(self._models[dtype].named_parameters())
+            own = {stored: name for name, stored in self._stored_names.items()}
+            for name, tensor in weights.tensors.items():
+                if loaded is None or loaded.tensors[name] is not tensor:
+                    parameters[own[name]].copy_(tensor)
+        self._loaded[dtype] = weights
+        return self._models[dtype]
 
 
 def _vocab_size(model: Any) -> int:

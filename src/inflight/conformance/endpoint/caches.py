@@ -330,7 +330,7 @@ def _recomputed_logits(
 ) -> torch.Tensor:
     """Return the logits [T, V] of each span's tokens, with all keys and values computed by the span's version."""
     return torch.cat(
-        [reference.logits(published[it.version], prompt, ids, dtype=dtype)[it.start : it.end] for it in spans]
+        [reference.logits(published[it.version], prompt, ids[: it.end], dtype=dtype)[it.start :] for it in spans]
     )
 
 
