@@ -39,6 +39,8 @@ def test_a_slow_endpoint_samples_a_part_of_its_context() -> None:
     assert pace.context_len(300) == 300
     assert not pace.allows_prompt(8192) and pace.allows_prompt(2048)
     assert pace.prompt_len(0.6) == 400 and pace.prompt_len(0.0) == 256
+    assert pace.shortened(300) == 200 and pace.shortened(90) == 64 and pace.shortened(10) == 10
+    assert Pace(token_s=0.01).shortened(300) == Pace().shortened(300) == 300
 
 
 @pytest.mark.anyio

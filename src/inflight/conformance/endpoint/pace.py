@@ -19,6 +19,8 @@ _USUAL_UPDATE_BYTES = 64 << 20
 _LONG_S, _PROMPT_S = 12.0, 5.0
 """How long a check may sample for one request, and how long one prompt may take, not counting attention."""
 _SHORTEST = 256
+_FEWEST = 64
+"""Fewest tokens to which the prompts and contexts of checks, and their long completions, are shortened."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,11 @@ class Pace:
         if not self.token_s:
             return max_model_len
         return min(max_model_len, max(_SHORTEST, int(_LONG_S / self.token_s)))
+
+    def shortened(self, num_tokens: int) -> int:
+        """Return how many tokens a slow endpoint samples in the time in which a usual one samples ``num_tokens``."""
+        shorter = num_tokens if self.token_s <= _USUAL_TOKEN_S else int(num_tokens * _USUAL_TOKEN_S / self.token_s)
+        return max(shorter, min(num_tokens, _FEWEST))
 
     def prompt_len(self, seconds: float) -> int:
         """Return the length of a prompt that takes about ``seconds``, at least 256, or a huge number if the pace is

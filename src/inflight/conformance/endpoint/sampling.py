@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from inflight.base.tasks import run_together
 from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.filters import logprob_bounds
 from inflight.conformance.endpoint.repeats import require_repeated
@@ -181,9 +182,13 @@ async def _require_sampled(subject: EndpointSubject, *settings: Mapping[str, Any
     for sampling in settings:
         name = ", ".join(f"{key}={value:.3g}" for key, value in sampling.items())
         away = {"processed": 0.0, "raw": 0.0}
-        for i in range(num_prompts):
-            request = subject.request(subject.prompt(seed=10 + i), n=2, seed=i, max_tokens=16, **sampling)
-            for completion in (await subject.endpoint.generate(request)).completions:
+        requests = [
+            subject.request(subject.prompt(seed=10 + i), n=2, seed=i, max_tokens=16, **sampling)
+            for i in range(num_prompts)
+        ]
+        responses = await run_together(*map(subject.endpoint.generate, requests))
+        for request, response in zip(requests, responses, strict=True):
+            for completion in response.completions:
                 for kind, gap in _differences(subject, request, completion, name).items():
                     away[kind] = max(away[kind], gap)
         reported = subject.capabilities.logprob_kind

@@ -238,10 +238,10 @@ class EndpointSubject:
         return self.context_len - len(self.prompt() if prompt is None else prompt)
 
     def lengths(self, num_tokens: int) -> list[int]:
-        """Return lengths to try in turn, beginning with ``num_tokens``, because an engine may be too fast for the
-        first."""
-        longest = self.remaining_tokens()
-        return [*(length for length in (num_tokens, 4 * num_tokens) if length < longest), longest]
+        """Return lengths to try in turn, beginning with ``num_tokens`` or fewer, because an engine may be too fast for
+        the first."""
+        first, longest = self.pace.shortened(num_tokens), self.remaining_tokens()
+        return [*(length for length in (first, 4 * first) if length < longest), longest]
 
     def request(self, prompt: Sequence[int] | None = None, *, stream: bool = False, **sampling: Any) -> GenerateRequest:
         """Return a request with a new id: by default 8 tokens from seed 7, with ignore_eos."""
