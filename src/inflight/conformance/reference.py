@@ -122,8 +122,9 @@ class ReferenceCheckpoint:
             for name, tensor in self.weights.tensors.items():
                 grows = torch.empty(min(tensor.numel(), _NUM_FACTORS), dtype=torch.bool).random_(generator=random)
                 factors = torch.where(grows, 1 + strength, 1 - strength).to(tensor.dtype)
-                parts = tensor.reshape(-1).split(len(factors))
-                tensors[name] = torch.cat([part * factors[: len(part)] for part in parts]).view(tensor.shape)
+                flat, num = tensor.reshape(-1), len(factors)
+                parts = [flat[i : i + num] * factors[: len(flat) - i] for i in range(0, len(flat), num)]
+                tensors[name] = torch.cat(parts).view(tensor.shape)
             self._perturbed = (label, seed), ReferenceWeights(label, tensors)
         return self._perturbed[1]
 
