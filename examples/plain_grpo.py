@@ -12,12 +12,19 @@ import sys
 from concurrent.futures import Future
 
 import torch
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inflight import InferenceEndpoint, ModuleWeights, WeightPublisher, connect_endpoint, grpo_loss, publish_weights
-from inflight.wire import Completion, GenerateRequest, GenerateResponse, SamplingParams
+from inflight import (
+    GenerateRequest,
+    InferenceEndpoint,
+    ModuleWeights,
+    SamplingParams,
+    WeightPublisher,
+    grpo_loss,
+    publish_weights,
+)
+from inflight.wire import Completion, GenerateResponse
 
 PROMPTS = ["first", "second", "third", "fourth"]
 SAMPLING = SamplingParams(n=8, max_tokens=128, temperature=1.0)
@@ -53,26 +60,23 @@ def main(path: str, url: str, num_steps: int = 5) -> None:
     prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS]
     token = os.environ.get("INFLIGHT_TOKEN")
 
-    def submit(portal: BlockingPortal, endpoint: InferenceEndpoint, step: int) -> list[Future[GenerateResponse]]:
+    def submit(publisher: WeightPublisher, endpoint: InferenceEndpoint, step: int) -> list[Future[GenerateResponse]]:
         """Start the requests of a step; they continue whatever this thread does."""
         requests = [
             GenerateRequest(request_id=f"{step}-{i}", prompt_token_ids=tuple(prompt), sampling=SAMPLING)
             for i, prompt in enumerate(prompts)
         ]
-        return [portal.start_task_soon(endpoint.generate, request) for request in requests]
+        return [publisher.start(endpoint.generate, request) for request in requests]
 
-    with (
-        WeightPublisher.connect([url], run_id="plain-grpo", token=token) as publisher,
-        start_blocking_portal() as portal,
-    ):
-        endpoint = connect_endpoint(url, token=token)
-        weights = ModuleWeights(model, wire_dtype=portal.call(endpoint.capabilities).dtype)
+    with WeightPublisher.connect([url], run_id="plain-grpo", token=token) as publisher:
+        ((endpoint, capabilities),) = publisher.endpoints.items()
+        weights = ModuleWeights(model, wire_dtype=capabilities.dtype)
         publish_weights(weights, publisher)  # the server may still serve the weights of an earlier run
-        running = submit(portal, endpoint, 0)
+        running = submit(publisher, endpoint, 0)
         for step in range(num_steps):
             responses = [future.result() for future in running]
             # The requests of the next step are sampled while we train, and continue while weights change.
-            running = submit(portal, endpoint, step + 1) if step + 1 < num_steps else []
+            running = submit(publisher, endpoint, step + 1) if step + 1 < num_steps else []
             completions = [completion for response in responses for completion in response.completions]
             texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
             rewards = torch.tensor([reward(text) for text in texts]).view(len(prompts), SAMPLING.n)
@@ -87,7 +91,6 @@ def main(path: str, url: str, num_steps: int = 5) -> None:
                 f"version {weights.version}: reward {rewards.mean():.3f}, paused {1000 * report.spans.pause_s:.1f} ms, "
                 f"{num_mixed} of {len(completions)} completions by more than one version"
             )
-        portal.call(endpoint.aclose)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from inflight import InferenceEndpoint, ModuleWeights, WeightPublisher, connect_endpoint, grpo_loss, publish_weights
+from inflight import ModuleWeights, WeightPublisher, grpo_loss, publish_weights
 from inflight.wire import GenerateRequest, SamplingParams
 
 PROMPTS = ["first", "second", "third", "fourth"]
@@ -31,8 +30,9 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [text.count("e") / max(1, len(text)) for text in completions]
 
 
-def rollouts_from(endpoint: InferenceEndpoint, portal: BlockingPortal) -> Callable[..., dict[str, list[Any]]]:
-    """Return a ``rollout_func`` for TRL: its completions come from an endpoint."""
+def rollouts_from(publisher: WeightPublisher) -> Callable[..., dict[str, list[Any]]]:
+    """Return a ``rollout_func`` for TRL: its completions come from the publisher's endpoint."""
+    (endpoint,) = publisher.endpoints
 
     def rollouts(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         args, step = trainer.args, trainer.state.global_step
@@ -42,7 +42,7 @@ def rollouts_from(endpoint: InferenceEndpoint, portal: BlockingPortal) -> Callab
             GenerateRequest(request_id=f"{step}-{i}", prompt_token_ids=tuple(ids), sampling=sampling)
             for i, ids in enumerate(prompt_ids)
         ]
-        futures = [portal.start_task_soon(endpoint.generate, request) for request in requests]
+        futures = [publisher.start(endpoint.generate, request) for request in requests]
         completions = [future.result().completions[0] for future in futures]
         return {
             "prompt_ids": prompt_ids,
@@ -92,17 +92,16 @@ def main(path: str, url: str, num_steps: int = 5) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     with (
         WeightPublisher.connect([url], run_id="trl", token=token) as publisher,
-        start_blocking_portal() as portal,
         tempfile.TemporaryDirectory() as output,
     ):
-        endpoint = connect_endpoint(url, token=token)
-        weights = ModuleWeights(model, wire_dtype=portal.call(endpoint.capabilities).dtype)
+        (capabilities,) = publisher.endpoints.values()
+        weights = ModuleWeights(model, wire_dtype=capabilities.dtype)
         trainer = BehaviourGRPOTrainer(
             model=model,
             processing_class=tokenizer,
             reward_funcs=reward,
             train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-            rollout_func=rollouts_from(endpoint, portal),
+            rollout_func=rollouts_from(publisher),
             callbacks=[PublishEveryStep(weights, publisher)],
             args=GRPOConfig(
                 output_dir=output,
@@ -119,7 +118,6 @@ def main(path: str, url: str, num_steps: int = 5) -> None:
             ),
         )
         trainer.train()
-        portal.call(endpoint.aclose)
 
 
 if __name__ == "__main__":
