@@ -71,8 +71,6 @@ def test_tokens_that_rounding_alone_moves_are_not_judged_and_others_are(tmp_path
 def test_a_reference_that_rounding_moves_almost_everywhere_is_no_reference(tmp_path: Path) -> None:
     subject = coarse_subject(make_model(tmp_path / "model"), tolerance=0.5)
     assert subject.moved_by_rounding(torch.tensor([0.0, -0.2, 0.1])).tolist() == [False, True, False]
-    most_T = torch.tensor([0.0, -0.2, 0.3, 0.4, -0.5])
-    with pytest.raises(CheckFailed, match="changes 4 of 5 logprobs of the reference"):
-        subject.moved_by_rounding(most_T)
-    assert subject.moved_by_rounding(most_T[:-1]).sum() == 3  # three quarters are not too many
-    assert subject.moved_by_rounding(most_T, even_all=True).sum() == 4
+    with pytest.raises(CheckFailed, match="changes 2 of 3 logprobs of the reference"):
+        subject.moved_by_rounding(torch.tensor([0.0, -0.2, 0.3]))
+    assert subject.moved_by_rounding(torch.tensor([0.0, -0.2, 0.3]), most=0.75).sum() == 2

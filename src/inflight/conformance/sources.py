@@ -114,7 +114,7 @@ def _follow_imports(begin: set[Path], others: set[Path]) -> set[Path]:
 
 
 def _resolve_import(module: str, name: str) -> Path | None:
-    """Return the file of the module that defines what is imported, also if a package re-exports it.
+    """Return the file that defines ``name``, even if ``module`` only re-exports it.
 
     The result is None for modules outside inflight.
     """

@@ -133,7 +133,7 @@ class EvaluationSection(Section):
     """
 
     num_items: int = Field(default=0, ge=0)
-    """Number of problems; the same ones are answered both times. With 0, there is no evaluation."""
+    """Number of problems; the same ones are answered both times. With 0, nothing is evaluated."""
     num_shown: int = Field(default=3, ge=0)
     """Number of problems whose answers before and after training are printed at the end."""
 
@@ -265,7 +265,7 @@ class RolloutsSection(Section):
     """Further arguments of the staleness policy."""
     min_ess: float | None = Field(default=None, gt=0, le=1)
     """The minimum effective sample size of a step, as a share of its trained tokens (1 if all importance ratios are
-    equal). ``on_low_ess`` decides what happens after a step below it. If not set, there is no minimum."""
+    equal). ``on_low_ess`` decides what happens after a step below it. If not set, any step is accepted."""
     on_low_ess: Literal["wait", "stop"] = "wait"
     """What happens after a step below ``min_ess``: with ``wait``, the next step uses only tokens that were sampled
     after it; ``stop`` ends the run.

@@ -19,8 +19,9 @@ _USUAL_UPDATE_BYTES = 64 << 20
 _LONG_S, _PROMPT_S = 12.0, 5.0
 """How long a check may sample for one request, and how long one prompt may take, not counting attention."""
 _SHORTEST = 256
+"""The length below which the contexts and prompts of checks are not shortened."""
 _FEWEST = 64
-"""Fewest tokens to which the prompts and contexts of checks, and their long completions, are shortened."""
+"""The length below which the long completions of checks are not shortened."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,9 @@ _NUM_TOKENS, _SEEN = 24, 48
 """Lengths of scored sequences. The second one is that of sequences that were seen before, and fills pages of 16
 tokens."""
 _TOP_K, _NUM_CANDIDATES = 5, 3
-_FEW = 8
-"""Fewer scored tokens than this may all be changed too much by rounding."""
+_FEW, _MOVED = 8, 0.75
+"""Fewer scored tokens than `_FEW` may all be changed too much by rounding, and of more the share `_MOVED`: they are not
+sampled from the weights that score them, and so most of them are unlikely."""
 _NUM_UPDATES, _NUM_SCORERS = 4, 3
 
 
@@ -261,8 +262,8 @@ def _gap(
     if subject.is_coarse:
         rounded_NV = _logprobs(subject, weights, request, subject.capabilities.dtype)
         errors_N = chosen(rounded_NV, request.token_ids[request.start :])[part] - scored_N
-        kept_N = ~subject.moved_by_rounding(errors_N, even_all=len(errors_N) < _FEW)
-        return subject.difference(found_N[kept_N].tolist(), scored_N[kept_N])
+        kept_N = ~subject.moved_by_rounding(errors_N, most=1.0 if len(errors_N) < _FEW else _MOVED)
+        return subject.difference(found_N[kept_N].tolist(), scored_N[kept_N]) if bool(kept_N.any()) else 0.0
     gaps = [subject.difference(found_N.tolist(), scored_N)]
     rows = zip(logprobs_NV, response.top_token_ids, response.top_logprobs, strict=False)
     gaps += [subject.difference(found, row_V[list(ids)]) for row_V, ids, found in itertools.islice(rows, start, end)]

@@ -166,8 +166,8 @@ class LoraWeights(LoraSource):
 
     ``module`` is a PEFT model, or any module whose adapted layers have ``lora_A`` [r, in] and ``lora_B`` [out, r]:
     parameters, linear layers without bias, or, as in PEFT, dicts of these by ``lora_name``. ``alpha`` and ``rslora``
-    determine the scale, as in `LoraSpec`; None means the value in the LoRA's PEFT config, and False for ``rslora`` if
-    there is no such config. The training loop sets ``version``, and ``wire_dtype`` has the same meaning, as for
+    determine the scale, as in `LoraSpec`; None means the value in the LoRA's PEFT config. Without such a config, None
+    means False for ``rslora``. The training loop sets ``version``, and ``wire_dtype`` has the same meaning, as for
     `ModuleWeights`.
 
     Endpoints add the LoRA to the weights of their last update that was not a LoRA, or of their checkpoint. Raises
