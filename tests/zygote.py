@@ -54,6 +54,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from inflight.base.openmp import WAIT_ASLEEP
+
 _SHIM = """#!{python} -IS
 import array, json, os, resource, signal, socket, struct, sys
 words = sys.argv[3:] if sys.argv[1:2] == ["-W"] else sys.argv[1:]
@@ -379,7 +381,11 @@ def main() -> Callable[[], None] | None:
     gc.disable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the campaign
     os.environ.update(
-        {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+        {
+            **WAIT_ASLEEP,  # libgomp reads it once, here, and not in the processes that are forked
+            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+            "MPLBACKEND": "Agg",
+        }
     )
     for name in sys.argv[2:] or _MODULES:
         importlib.import_module(name)

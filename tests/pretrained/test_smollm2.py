@@ -128,8 +128,8 @@ def test_tokens_carry_the_version_that_sampled_them_and_the_logprobs_of_the_trai
 
 @pytest.mark.timeout(420)
 def test_the_demo_trains_it_for_three_steps(tmp_path: Path) -> None:
-    words = ("--run.num_steps", "3", "--sampling.group_size", "4", "--sampling.max_tokens", "24")
-    words += ("--servers.max_concurrent", "16", "--train.tokens_per_worker", "250", "--evaluation.num_items", "2")
+    words = ("--run.num_steps", "3", "--sampling.group_size", "2", "--sampling.max_tokens", "16")
+    words += ("--servers.max_concurrent", "4", "--train.tokens_per_worker", "100", "--evaluation.num_items", "2")
     words += ("--task.answer_pattern", "(\\d)", "--train.train_on_equal_rewards", "true")
     run = RunProcess(tmp_path, MODEL, *words, config=ROOT / "examples" / "sums.toml")
     try:

@@ -21,7 +21,7 @@ from inflight.wire import Completion, SamplingParams, VersionSpan
 from tests.run.runs import ROOT, RunProcess
 from tests.selection import first_of_each
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forks")]
 
 SAMPLED = Completion(
     index=0,
