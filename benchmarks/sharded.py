@@ -282,6 +282,7 @@ def main() -> None:
         return rank_main(arguments.rank, arguments.folder)
     if os.geteuid():
         raise SystemExit("only root may make network namespaces")
+    os.environ["INFLIGHT_TESTS_FORK"] = "0"  # each process has memory of its own, which is measured
     from inflight.bench.server import make_model
 
     rows = []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from tests.zygote import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,7 +30,7 @@ class Host:
         variables = {**os.environ, "INFLIGHT_ADDRESS": self.address, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         with output.open("wb") if isinstance(output, Path) else contextlib.nullcontext(output) as log:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.name, sys.executable, "-m", *command],
+                ["ip", "netns", "exec", self.name, python(), "-m", *command],
                 env={**variables, **environment},
                 cwd=ROOT,
                 stdin=subprocess.PIPE,

@@ -3,8 +3,8 @@
     python -m tests.zygote SOCKET [MODULE ...]
 
 A run starts five processes, each of which imports torch and transformers for seconds. The zygote imports them once. A
-`shim` takes the place of ``sys.executable``: it hands its arguments, environment, directory and file descriptors to the
-zygote, which forks the real process, and lives and ends as that process does. Product code is not changed: the run
+`shim` takes the place of ``sys.executable``: it hands its arguments, environment, directory, network namespace and file
+descriptors to the zygote, which forks the real process, and lives and ends as that process does. Product code is not changed: the run
 starts ``sys.executable -m inflight serve ...``, only that this is the shim. Whatever is neither a
 module nor a script gets a new interpreter, and so does everything where INFLIGHT_TESTS_FORK is 0.
 
@@ -31,6 +31,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -73,7 +74,7 @@ for name in os.listdir("/proc/self/fd"):
         fds.append(int(name))
 message = json.dumps({{
     "argv": sys.argv, "cwd": os.getcwd(), "environment": dict(os.environ), "fds": fds,
-    "session": os.getsid(0) == os.getpid(),
+    "session": os.getsid(0) == os.getpid(), "pid": os.getpid(), "network": os.readlink("/proc/self/ns/net"),
     "limits": {{str(name): resource.getrlimit(name) for name in (resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)}},
 }}).encode()
 zygote.sendmsg([struct.pack("!I", len(message))], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))])
@@ -96,6 +97,7 @@ os._exit(status)
 
 INTERPRETER = "INFLIGHT_TESTS_SERVER_PYTHON"
 """Environment variable: the interpreter of what tests start, where it is not their own."""
+_NETWORK = "/proc/{}/ns/net"
 _TEMPORARY = tempfile.gettempdir()  # now: a test may set another one for its own time
 SHARED = "INFLIGHT_TESTS_ZYGOTE"
 """Environment variable: the socket of the zygote that xdist's workers share."""
@@ -316,6 +318,10 @@ def _become(message: dict[str, Any], received: list[int]) -> None:
     """Take over the shim's descriptors, environment and directory; every other descriptor is closed."""
     if message["session"]:
         os.setsid()
+    if message["network"] != os.readlink(_NETWORK.format("self")):
+        with open(_NETWORK.format(message["pid"])) as network:
+            if ctypes.CDLL(None, use_errno=True).setns(network.fileno(), 0):
+                raise OSError(ctypes.get_errno(), "the network namespace cannot be entered")
     safe = 1000  # above whatever number the shim had
     for i, fd in enumerate(received):
         os.dup2(fd, safe + i)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.zygote import python
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 COMMANDS = re.findall(r"^```sh\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -23,7 +25,12 @@ def test_its_program_is_the_example() -> None:
 
 def test_its_commands_print_what_it_shows(tmp_path: Path) -> None:
     (tmp_path / "models").symlink_to(ROOT / "models")
-    require_output(COMMANDS[1:], tmp_path)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, words in (("python", ""), ("inflight", "-m inflight ")):
+        (programs / name).write_text(f'#!/bin/sh\nexec {python()} {words}"$@"\n')
+        (programs / name).chmod(0o755)
+    require_output(COMMANDS[1:], tmp_path, programs)
 
 
 @pytest.mark.exhaustive
@@ -31,12 +38,16 @@ def test_its_commands_print_what_it_shows(tmp_path: Path) -> None:
 def test_its_commands_work_in_a_fresh_clone(tmp_path: Path) -> None:
     subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path / "clone"], check=True)
     require_output(
-        [block.replace("python3 ", f"{sys.base_prefix}/bin/python3 ") for block in COMMANDS], tmp_path / "clone"
+        [block.replace("python3 ", f"{sys.base_prefix}/bin/python3 ") for block in COMMANDS],
+        tmp_path / "clone",
+        Path(sys.executable).parent,
     )
 
 
-def require_output(blocks: list[str], directory: Path) -> None:
-    """Run commands in a directory, on a free port, and compare the end of what they print with the README."""
+def require_output(blocks: list[str], directory: Path, programs: Path) -> None:
+    """Run commands in a directory, with ``python`` and ``inflight`` of another one and on a free port, and compare the
+    end of what they print with the README.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -44,11 +55,10 @@ def require_output(blocks: list[str], directory: Path) -> None:
     program = (ROOT / "examples" / "hello.py").read_text().replace("8000", port)
     (directory / "examples" / "hello.py").write_text(program)
     script = "".join(blocks).replace("models/smollm2 &", f"models/smollm2 --port {port} &").replace("8000", port)
-    path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
     ran = subprocess.run(
         ["bash", "-e", "-m", "-c", script + "wait\n"],
         cwd=directory,
-        env={"PATH": path, "HOME": str(Path.home()), "OMP_WAIT_POLICY": "PASSIVE"},
+        env={"PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), "OMP_WAIT_POLICY": "PASSIVE"},
         capture_output=True,
         text=True,
         timeout=800,
