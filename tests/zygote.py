@@ -4,8 +4,8 @@
 
 A run starts five processes, each of which imports torch and transformers for seconds. The zygote imports them once. A
 `shim` takes the place of ``sys.executable``: it hands its arguments, environment, directory, network namespace and file
-descriptors to the zygote, which forks the real process, and lives and ends as that process does. Product code is not changed: the run
-starts ``sys.executable -m inflight serve ...``, only that this is the shim. Whatever is neither a
+descriptors to the zygote, which forks the real process, and lives and ends as that process does. Product code is not
+changed: the run starts ``sys.executable -m inflight serve ...``, only that this is the shim. Whatever is neither a
 module nor a script gets a new interpreter, and so does everything where INFLIGHT_TESTS_FORK is 0.
 
 What differs from processes that are started plainly:

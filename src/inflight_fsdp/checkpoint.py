@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
+from inflight.base.shortened import shortened
 from inflight.errors import CheckpointError
 from inflight.model.checksums import CHECKSUMS, TRAINER, check_file, checksums_in, checksums_of
 from inflight_fsdp.agreement import first_failure
@@ -294,8 +295,11 @@ def _read_shards(file: Path, tensors: Sequence[ShardedTensor]) -> list[tuple[tor
     with safe_open(file, framework="pt") as stored, torch.no_grad():
         names = set(stored.keys())
         wanted = {name: (part.local.dtype, shape) for part in tensors for name, shape in part.layout.shapes.items()}
-        problems = [f"{len(lost)} tensors are missing: {lost[:5]}"] if (lost := sorted(set(wanted) - names)) else []
-        problems += [f"{len(more)} tensors are unknown: {more[:5]}"] if (more := sorted(names - set(wanted))) else []
+        problems = []
+        if lost := sorted(set(wanted) - names):
+            problems.append(f"{len(lost)} tensors are missing: {shortened(lost)}")
+        if more := sorted(names - set(wanted)):
+            problems.append(f"{len(more)} tensors are unknown: {shortened(more)}")
         for name in sorted(names & set(wanted)):
             part, (dtype, shape) = stored.get_slice(name), wanted[name]
             if (_DTYPES.get(part.get_dtype()), tuple(part.get_shape())) != (dtype, shape):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from inflight.base.shortened import shortened
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.attention import heads_of, register_segment_attention
 from inflight.model.checkpoints import EXPERT_PARTS, empty_causal_lm, fitting_tensors, stored_shapes, stored_tensors
@@ -101,7 +102,7 @@ def empty_policy(config: WorkerConfig, device: torch.device) -> PolicyModel:
     known = {name for name, _ in causal_lm.named_parameters(remove_duplicate=False)}  # a tied head under its own name
     if buffers := sorted(set(causal_lm.state_dict()) - known):
         raise UnsupportedError(
-            f"{kind} has persistent buffers, which this worker neither trains nor stores: {buffers[:5]}"
+            f"{kind} has persistent buffers, which this worker neither trains nor stores: {shortened(buffers)}"
         )
     layouts = layouts_of(causal_lm, stored_tensors(config.model_path))
     wanted = {name: shape for layout in layouts.values() for name, shape in layout.shapes.items()}
@@ -148,8 +149,8 @@ def _layout(name: str, parameter: torch.Tensor, causal_lm: Any, held: Collection
         if layout.shapes == stored:
             return layout
     raise UnsupportedError(
-        f"{type(causal_lm).__name__} stores {name} as {sorted(stored)[:5]}, a conversion that this worker does not "
-        "know, so servers would not recognise the published name"
+        f"{type(causal_lm).__name__} stores {name} as {shortened(sorted(stored))}, a conversion that this worker does "
+        "not know, so servers would not recognise the published name"
     )
 
 
@@ -192,7 +193,9 @@ def _freeze(causal_lm: nn.Module, patterns: Sequence[str]) -> None:
     names = {name for name, _ in causal_lm.named_parameters()}
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            raise ConfigError(f"frozen: {pattern!r} matches no parameter; the parameters are {sorted(names)[:5]} ...")
+            raise ConfigError(
+                f"frozen: {pattern!r} matches no parameter; the parameters are {shortened(sorted(names))}"
+            )
     frozen = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
     if frozen == names:
         raise ConfigError(f"frozen: {list(patterns)} matches every parameter, so nothing would be trained")

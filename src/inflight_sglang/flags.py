@@ -9,7 +9,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from inflight.base.addresses import is_loopback
-from inflight.engines.routes import listed
+from inflight.base.shortened import shortened
 
 MODULE = "sglang.launch_server"
 NEEDED_ARGUMENTS = ("--disable-overlap-schedule",)
@@ -75,7 +75,9 @@ def missing_routes(paths: Mapping[str, Any]) -> Problem | None:
     missing = [route for route in NEEDED_ROUTES if route not in paths]
     if not missing:
         return None
-    return Problem(f"it does not offer {listed(missing)}: this release of SGLang has a different interface than 0.5.23")
+    return Problem(
+        f"it does not offer {shortened(missing, 3)}: this release of SGLang has a different interface than 0.5.23"
+    )
 
 
 def offers_chat(paths: Mapping[str, Any], info: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from inflight.engines.routes import listed
+from inflight.base.shortened import shortened
 from inflight.rollouts.drafts import LARGEST_WINDOW
 from inflight.wire import MAX_ALTERNATIVES
 
@@ -92,7 +92,7 @@ def missing_routes(paths: Mapping[str, Any]) -> str | None:
         return None
     if is_without_dev_mode(paths):
         return f"it was started without {DEV_MODE}=1, so it does not offer {', '.join(sorted(_DEV_ROUTES))}"
-    return f"it does not offer {listed(missing)}: this release of vLLM has a different interface"
+    return f"it does not offer {shortened(missing, 3)}: this release of vLLM has a different interface"
 
 
 def is_without_dev_mode(paths: Mapping[str, Any]) -> bool:

@@ -25,4 +25,4 @@ def test_an_inflight_server_is_named_as_such(engine: str, shared_server: ServerP
 
 def test_missing_routes_are_counted_where_they_are_many() -> None:
     problem = missing_routes({})
-    assert problem is not None and "/pause_generation and 15 others" in problem.text
+    assert problem is not None and "/pause_generation' and 15 others" in problem.text

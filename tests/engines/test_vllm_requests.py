@@ -179,7 +179,7 @@ def test_a_missing_route_is_told_from_a_missing_mode() -> None:
     older = {route: None for route in every if route != "/shutdown_weight_transfer_engine"}
     assert flags.missing_routes(every) is None
     assert not flags.is_without_dev_mode(older)
-    assert "/shutdown_weight_transfer_engine: this release" in str(flags.missing_routes(older))
+    assert "/shutdown_weight_transfer_engine': this release" in str(flags.missing_routes(older))
     without = {"/inference/v1/generate": None, "/v1/models": None}
     assert flags.is_without_dev_mode(without)
     assert "VLLM_SERVER_DEV_MODE=1" in str(flags.missing_routes(without))

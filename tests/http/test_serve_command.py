@@ -152,9 +152,9 @@ def test_weights_that_do_not_fit_their_config_are_refused(
     fails: Callable[..., str], model_dir: Path, tmp_path: Path
 ) -> None:
     deeper = with_config(copied(model_dir, tmp_path / "deeper"), num_hidden_layers=3, layer_types=None)
-    assert "does not fit its config: missing_keys ['model.layers.2" in fails(deeper)
+    assert "does not fit its config: missing_keys 'model.layers.2" in fails(deeper)
     shallower = with_config(copied(model_dir, tmp_path / "shallower"), num_hidden_layers=1, layer_types=None)
-    assert "does not fit its config: unexpected_keys ['model.layers.1" in fails(shallower)
+    assert "does not fit its config: unexpected_keys 'model.layers.1" in fails(shallower)
     wider = with_config(copied(model_dir, tmp_path / "wider"), vocab_size=300)
     assert str(wider) in fails(wider)
 

@@ -58,7 +58,11 @@ def require_output(blocks: list[str], directory: Path, programs: Path) -> None:
     ran = subprocess.run(
         ["bash", "-e", "-m", "-c", script + "wait\n"],
         cwd=directory,
-        env={"PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), "OMP_WAIT_POLICY": "PASSIVE"},
+        env={
+            "PATH": f"{programs}:/usr/local/bin:/usr/bin:/bin",
+            "HOME": str(Path.home()),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        },
         capture_output=True,
         text=True,
         timeout=800,

@@ -69,11 +69,11 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda path: (path / "model.safetensors").unlink(), r"has no \*\.safetensors"),
     "missing tensor": (
         lambda path: rewritten(path, lambda t: t.pop(NORM)),
-        rf"1 tensors are missing: \['{NORM}'\]",
+        rf"1 tensors are missing: '{NORM}'",
     ),
     "unknown tensor": (
         lambda path: rewritten(path, lambda t: t.update(other=torch.zeros(2))),
-        r"1 tensors are unknown: \['other'\]",
+        r"1 tensors are unknown: 'other'",
     ),
     "other shape": (
         lambda path: rewritten(path, lambda t: t.update({NORM: torch.zeros(31)})),
@@ -81,7 +81,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other dtype": (
         lambda path: rewritten(path, lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int8)})),
-        rf"1 tensors have a dtype that cannot be trained: \['{NORM} in model\.safetensors'\]",
+        rf"1 tensors have a dtype that cannot be trained: '{NORM} in model\.safetensors'",
     ),
 }
 
@@ -100,7 +100,7 @@ def test_a_file_that_the_index_names_and_that_is_gone_is_said_with_its_tensors(t
     path = in_parts(tmp_path / "parts")
     gone = sorted(path.glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(ConfigError, match=rf"{re.escape(gone.name)}' is missing; .* lists \d+ tensors in it: \['"):
+    with pytest.raises(ConfigError, match=rf"{re.escape(gone.name)}' is missing; .* lists \d+ tensors in it: '"):
         check_weights(path)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": ["x"]}))
     with pytest.raises(ConfigError, match=r"index\.json' cannot be read"):

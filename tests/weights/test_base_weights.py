@@ -24,7 +24,7 @@ def test_tensors_are_the_checkpoints_until_an_update_brings_others_and_lost_unle
     base.note_loaded([("b", torch.ones(3, 2))], keep=True)
     base.require("bc")
     assert torch.equal(base.tensor("b"), torch.ones(3, 2))
-    with pytest.raises(UpdateRefusedError, match=r"keep_base=True: .* 1 tensors .*\['a'\]"):
+    with pytest.raises(UpdateRefusedError, match=r"keep_base=True: .* 1 tensors .*'a'"):
         base.require("abc")
     base.note_loaded([("a", torch.zeros(3, 2)), ("b", torch.zeros(3, 2))], keep=True)
     base.require("abc")

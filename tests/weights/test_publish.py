@@ -419,6 +419,11 @@ def test_a_server_named_twice_is_a_mistake(two_servers: Servers) -> None:
         WeightPublisher.connect([two_servers[0].url] * 2, run_id="run", token=TOKEN)
 
 
+def test_a_url_in_place_of_a_list_of_urls_is_a_mistake() -> None:
+    with pytest.raises(ConfigError, match=r"not a list of URLs: pass \['http://127\.0\.0\.1:8000'\]"):
+        WeightPublisher.connect("http://127.0.0.1:8000", run_id="run")
+
+
 def test_user_mistakes_ask_nothing_of_the_servers(two_servers: Servers, model_dir: Path, connect: Connect) -> None:
     publisher = connect(two_servers[0])
     publish(PlainWorker(checkpoint(model_dir)), publisher)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from inflight.base.shortened import shortened
 from inflight.doctor.experiments import Examination
 
 
@@ -210,7 +211,7 @@ def _lost(found: Examination) -> Finding:
     size = f"after an update of every tensor, logprobs differ by {found.changed.mean:.3g} nats on average"
     if not lost or len(lost) == found.num_tensors:
         return Finding(CAUSES[2], f"{size}, although logprobs under the checkpoint agree", "all tensors")
-    where = _listed(lost)
+    where = shortened(lost, 3)
     if all(_is_embedding(name) for name in lost):
         return Finding(CAUSES[4], f"{size}; an update of {where} alone does not take full effect", where)
     if found.louder is not None and not limits.exceeded_by(found.louder):
@@ -220,8 +221,3 @@ def _lost(found: Examination) -> Finding:
 
 def _is_embedding(name: str) -> bool:
     return name.endswith(("embed_tokens.weight", "lm_head.weight"))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} others" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any
 
 from inflight.base.tasks import run_in_background
@@ -177,9 +177,3 @@ def error_text_of(answer: Any) -> str:
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]
     return " ".join(str(answer).split())[:400]
-
-
-def listed(missing: Sequence[str]) -> str:
-    """Return text with the first few missing routes, and how many others are missing."""
-    more = f" and {len(missing) - 3} others" if len(missing) > 4 else ""
-    return ", ".join(missing[:3] if more else missing) + more

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from inflight.base.shortened import shortened
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.attention import check_model_is_supported
 from inflight.model.checksums import check_checkpoint
@@ -130,7 +131,7 @@ def load_causal_lm(
         raise ConfigError(f"the weights in {str(path)!r} cannot be loaded: {_one_line(error)}") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, loading.get(kind, ()))):
-            raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {kind} {names[:5]}")
+            raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {kind} {shortened(names)}")
     loaded: torch.nn.Module = model.to(device)
     return loaded
 
@@ -194,7 +195,7 @@ def empty_causal_lm(path: Path, *, attention: str, dtype: str) -> Any:
             _model_of(model, part_name)._init_weights(module)  # as transformers does after loading on meta
     if unknown := [name for name, it in model.named_buffers() if bool(_is_nothing(it).any())]:
         raise UnsupportedError(
-            f"{type(model).__name__} has buffers that cannot be computed from its config: {unknown[:5]}"
+            f"{type(model).__name__} has buffers that cannot be computed from its config: {shortened(unknown)}"
         )
     return model
 
@@ -288,7 +289,7 @@ def fitting_tensors(
     stored = stored_tensors(path)
     problems = []
     if missing := sorted(set(wanted) - set(stored)):
-        problems.append(f"{len(missing)} tensors are missing: {missing[:5]}")
+        problems.append(f"{len(missing)} tensors are missing: {shortened(missing)}")
     untrainable = []
     for name in sorted(set(wanted) & set(stored)):
         file = stored[name].file.name
@@ -297,10 +298,10 @@ def fitting_tensors(
         elif stored[name].dtype is None:
             untrainable.append(f"{name} in {file}")
     if untrainable:
-        problems.append(f"{len(untrainable)} tensors have a dtype that cannot be trained: {untrainable[:5]}")
+        problems.append(f"{len(untrainable)} tensors have a dtype that cannot be trained: {shortened(untrainable)}")
     others = set(stored) - set(wanted) - set(known)
     if unknown := sorted(name for name in others if not any(re.search(pattern, name) for pattern in ignored)):
-        problems.append(f"{len(unknown)} tensors are unknown: {unknown[:5]}")
+        problems.append(f"{len(unknown)} tensors are unknown: {shortened(unknown)}")
     if problems:
         raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {'; '.join(problems[:10])}")
     return stored
@@ -322,7 +323,7 @@ def _weight_files(path: Path) -> list[Path]:
     for file in files:
         if not file.is_file():
             lost = sorted(name for name, other in named.items() if path / other == file)
-            raise ConfigError(f"{str(file)!r} is missing; {_INDEX} lists {len(lost)} tensors in it: {lost[:5]}")
+            raise ConfigError(f"{str(file)!r} is missing; {_INDEX} lists {len(lost)} tensors in it: {shortened(lost)}")
     return files
 
 

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from inflight.base.shortened import shortened
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLOWNESS
 from inflight.conformance.reference import chosen, distribution
@@ -80,8 +81,9 @@ async def _of_decoded(subject: EndpointSubject) -> str:
     wrong_T = (torch.tensor(completion.logprobs, dtype=torch.float64) - exact_T).abs() > subject.tolerance
     positions = [len(request.prompt_token_ids) + i for i in wrong_T.nonzero()[:, 0].tolist()]
     return (
-        f"the first token after a prompt that was never sent before is right, and later ones are wrong, at positions "
-        f"{positions[:8]}: the step that decodes, its positions, mask or kernel, not a page, cache, label or id"
+        f"the first token after a prompt that was never sent before is right, and later ones are wrong, at "
+        f"positions {shortened(positions, 8)}: the step that decodes, its positions, mask or kernel, not a page, "
+        "cache, label or id"
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.endings import prompt_near_the_end, text_of_two
 from inflight.conformance.endpoint.repeats import require_repeated
@@ -146,7 +147,7 @@ def assembled(index: int, chunks: Sequence[CompletionChunk]) -> Completion:
         logprobs += chunk.logprobs
     reasons = [chunk.finish_reason for chunk in chunks]
     early = [i for i, reason in enumerate(reasons[:-1]) if reason is not None]
-    require(not early, f"chunk {early[:1]} of {len(chunks)} already has a finish reason")
+    require(not early, f"chunk {shortened(early, 1)} of {len(chunks)} already has a finish reason")
     require(reasons[-1] is not None, f"the last chunk of completion {index} has no finish reason")
     versions = [chunk.version for chunk in chunks for _ in chunk.token_ids]
     edges = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]

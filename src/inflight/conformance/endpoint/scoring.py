@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from inflight.base.shortened import shortened
 from inflight.base.tasks import run_together
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
@@ -191,7 +192,10 @@ async def _scored(subject: EndpointSubject, requests: Sequence[ScoreRequest]) ->
         require(found == wanted, f"a request with (id, start, number of tokens) {wanted} was answered with {found}")
         for name, num in (("top_token_ids", request.top_k), ("candidate_logprobs", request.num_candidates)):
             shape = [len(row) for row in getattr(response, name)]
-            require(shape == ([num] * request.num_scored if num else []), f"{name} has rows of the lengths {shape[:8]}")
+            require(
+                shape == ([num] * request.num_scored if num else []),
+                f"{name} has rows of the lengths {shortened(shape, 8)}",
+            )
     return responses
 
 

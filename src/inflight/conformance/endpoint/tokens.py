@@ -8,6 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
+from inflight.base.shortened import shortened
 from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import until_running
@@ -64,9 +65,9 @@ async def one_logprob_per_token(subject: EndpointSubject) -> None:
         require(len(ids) == 32, f"{len(ids)} tokens were returned for max_tokens=32 without an end of sequence")
         require(len(logprobs) == len(ids), f"{len(ids)} tokens came with {len(logprobs)} logprobs")
         outside = [i for i in ids if not 0 <= i < subject.capabilities.vocab_size]
-        require(not outside, f"token ids {outside[:4]} are outside the vocabulary")
+        require(not outside, f"token ids {shortened(outside, 4)} are outside the vocabulary")
         wrong = [p for p in logprobs if not (math.isfinite(p) and p <= 0)]
-        require(not wrong, f"{wrong[:4]} are not logarithms of probabilities")
+        require(not wrong, f"{shortened(wrong, 4)} are not logarithms of probabilities")
         try:
             check_spans(completion.version_spans, len(ids))
         except ValueError as error:

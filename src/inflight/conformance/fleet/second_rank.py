@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from inflight.base.shortened import shortened
 from inflight.conformance.fleet.faults import Faults
 from inflight.conformance.fleet.plan import RANK, Fault, Kind, Transport, UpdateStep
 from inflight.conformance.fleet.rank import RankSettings, run_rank
@@ -112,7 +113,7 @@ class SecondRank:
             self.problems.append(f"rank 1 ended with status {self._process.exitcode}")
         left = [path.name for path in self._directory.rglob("*")]
         if left and self._transport == "shm" and not self._was_killed:
-            self.problems.append(f"rank 1 left {left[:3]} behind")
+            self.problems.append(f"rank 1 left {shortened(left, 3)} behind")
 
     def _attend(self) -> None:
         """Answer rank 1's queries until it has exited."""

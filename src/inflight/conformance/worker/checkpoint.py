@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.worker.adam import create_scheduled
 from inflight.conformance.worker.batches import accumulate, make_batch, part_of, take_steps
@@ -37,7 +38,9 @@ def load_restores_weights_and_version(subject: WorkerSubject) -> None:
         changed, version = differing(saved, gathered(other)), other.version
         subject.note(**{f"version ({name})": version, f"differing tensors ({name})": len(changed)})
         subject.require_on_all_ranks(version == 2, f"{name} is at version {version} after loading version 2")
-        subject.require_on_all_ranks(not changed, f"{name} has weights that differ from the saved ones: {changed[:5]}")
+        subject.require_on_all_ranks(
+            not changed, f"{name} has weights that differ from the saved ones: {shortened(changed)}"
+        )
 
 
 @check("W-36", look_at="the optimizer's moments and its count of steps, the schedule's position")
@@ -79,7 +82,7 @@ def a_saved_directory_is_a_checkpoint(subject: WorkerSubject) -> None:
             files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
             lost = sorted(_stored(path).keys() ^ weights.keys())
             subject.note(**{f"files ({kind})": files})
-            require(not lost, f"{kind}: the directory and gather_weights() have different tensors: {lost[:5]}")
+            require(not lost, f"{kind}: the directory and gather_weights() have different tensors: {shortened(lost)}")
             exported, batch = ReferenceModel(path), make_batch((20,), seed=180)
             found = exported.logprobs(batch)
             exported.put(weights)
@@ -128,7 +131,7 @@ def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
         subject.note(**{path.name: words_of(error)})
         refused = isinstance(error, CheckpointError)
         subject.require_on_all_ranks(refused, f"{path.name}: load() raises {words_of(error)}, not CheckpointError")
-        left = f"{path.name}: version {version} and changed tensors {changed[:5]} are left"
+        left = f"{path.name}: version {version} and changed tensors {shortened(changed)} are left"
         subject.require_on_all_ranks(version == 2 and not changed, left)
     require(len(broken) > 1, "save() wrote no file that could be truncated")
 
@@ -167,7 +170,7 @@ def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None
         problem = f"after a failed save of version 2 over version 1, version {again.version} is loaded"
     subject.require_on_all_ranks(not problem, problem)
     changed = differing(saved, gathered(again))
-    subject.require_on_all_ranks(not changed, f"after a failed save, other weights are loaded: {changed[:5]}")
+    subject.require_on_all_ranks(not changed, f"after a failed save, other weights are loaded: {shortened(changed)}")
     worker.save(path)
     again.load(path)
     require(again.version == 2, f"a save after the failed one is loaded as version {again.version}, not 2")
@@ -229,7 +232,7 @@ def _load_with_weights(subject: WorkerSubject, name: str) -> None:
     if subject.rank == 0:
         saved = load_file(facts / "saved.safetensors")
         changed = differing(saved, loaded)
-        require(not changed, f"the loaded weights differ from the saved ones: {changed[:5]}")
+        require(not changed, f"the loaded weights differ from the saved ones: {shortened(changed)}")
         compare_changes(subject, saved, load_file(facts / "later.safetensors"), later, "two steps after the load")
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at
 from inflight.conformance.worker.batches import accumulate, make_batch
 from inflight.conformance.worker.gathering import differing, distance, gathered
@@ -169,7 +170,7 @@ def _problem_of(subject: WorkerSubject, worker: TrainerWorker, path: Path, state
     if subject.rank == 0:
         state = states[version]
         if changed := differing(state.now, now):
-            problem = f"version {version} is loaded with other weights than it had: {changed[:3]}"
+            problem = f"version {version} is loaded with other weights than it had: {shortened(changed, 3)}"
         elif distance(later, state.next) > subject.tolerance.change * distance(state.next, state.now):
             problem = f"version {version} is loaded, but a step leads elsewhere: its optimizer is that of another one"
     return str(subject.ranks.exchange(problem)[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from safetensors import safe_open
 
+from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.worker.subject import WorkerSubject
 
@@ -48,9 +49,9 @@ def specs_are_those_of_the_checkpoint(subject: WorkerSubject) -> None:
         subject.note(**{"num_specs_tied" if tied else "num_specs": len(specs), "dtype": specs[0][1] if specs else ""})
         lost, more = sorted(set(shapes) - set(names)), sorted(set(names) - set(shapes))
         kind = "tied model" if tied else "untied model"
-        require(not lost and not more, f"{kind}: missing {lost[:5]}, not in the checkpoint {more[:5]}")
+        require(not lost and not more, f"{kind}: missing {shortened(lost)}, not in the checkpoint {shortened(more)}")
         require(len(set(names)) == len(names), f"{kind}: a name occurs more than once")
         other = [f"{name} is {shape}, stored {shapes[name]}" for name, _, shape in specs if shape != shapes[name]]
-        require(not other, f"{kind}: shapes are not the full ones: {other[:5]}")
+        require(not other, f"{kind}: shapes are not the full ones: {shortened(other)}")
         strange = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
         require(not strange, f"{kind}: the specs of ranks {strange} differ from those of rank 0")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.worker.batches import every_target, make_batch, take_steps
 from inflight.conformance.worker.gathering import differing, gathered, same_bits
@@ -44,7 +45,7 @@ def gathered_weights_follow_the_specs(subject: WorkerSubject) -> None:
             for spec, (dtype, shape) in zip(specs, got, strict=True)
             if (spec.dtype, spec.shape) != (dtype, shape)
         ]
-        require(not wrong, f"{len(wrong)} tensors differ from their specs: {wrong[:3]}")
+        require(not wrong, f"{len(wrong)} tensors differ from their specs: {shortened(wrong, 3)}")
 
 
 @check("W-27", "ranks", look_at="full_tensor() gives the whole tensor to every rank: drop it on all but rank 0")
@@ -80,7 +81,7 @@ def bucket_plans_change_nothing(subject: WorkerSubject) -> None:
     for name, weights in found.items():
         others = differing(found["one tensor"], weights)
         subject.note(**{f"differing tensors ({name})": len(others)})
-        require(not others, f"buckets of {name} give different bytes than one tensor per bucket: {others[:5]}")
+        require(not others, f"buckets of {name} give different bytes than one tensor per bucket: {shortened(others)}")
 
 
 @check("W-31")
@@ -165,4 +166,4 @@ def _difference(found: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> 
     if len(found) != len(expected):
         return f"{len(found)} of {len(expected)}"
     wrong = [f"{f.name} for {e.name}" for f, e in zip(found, expected, strict=True) if f != e]
-    return f"{len(wrong)} differ: {wrong[:3]}" if wrong else ""
+    return f"{len(wrong)} differ: {shortened(wrong, 3)}" if wrong else ""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.worker.batches import accumulate, make_batch, take_steps
 from inflight.conformance.worker.gathering import compare_changes, differing, gathered
@@ -47,7 +48,7 @@ def the_gradient_is_that_of_the_halves(subject: WorkerSubject) -> None:
     later = gathered(worker)
     # A is so much larger than B that the norm does not show its gradient.
     same = [name for name in later if torch.equal(later[name].double(), lora[name])]
-    words = f"once B is not zero, a step leaves {len(same)} tensors unchanged: {same[:3]}"
+    words = f"once B is not zero, a step leaves {len(same)} tensors unchanged: {shortened(same, 3)}"
     subject.require_on_all_ranks(not same, words)
 
 
@@ -63,10 +64,10 @@ def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
     if subject.rank == 0:
         start, saved = (_weights(directory) for directory in (subject.model(), path))
         lost = sorted(start.keys() ^ saved.keys())
-        require(not lost, f"the model and the saved checkpoint have different tensors: {lost[:5]}")
+        require(not lost, f"the model and the saved checkpoint have different tensors: {shortened(lost)}")
         changed = {name for name in start if not torch.equal(start[name].float(), saved[name].float())}
         others = sorted(changed - _changed(lora))
-        require(not others, f"{len(others)} weights that have no LoRA have changed: {others[:5]}")
+        require(not others, f"{len(others)} weights that have no LoRA have changed: {shortened(others)}")
         apart = 0.0
         for name in sorted(_changed(lora)):
             a, b = (lora[part].double() for part in lora_names(name.removesuffix(".weight")))
@@ -94,16 +95,18 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
         wanted |= {a: (spec.rank, num_in), b: (num_out, spec.rank)}
     subject.note(num_tensors=len(specs))
     lost, more = sorted(wanted.keys() - specs.keys()), sorted(specs.keys() - wanted.keys())
-    require(not lost, f"{len(lost)} tensors of the LoRA are not listed: {lost[:3]}")
-    require(not more, f"{len(more)} listed tensors do not belong to the LoRA: {more[:3]}")
+    require(not lost, f"{len(lost)} tensors of the LoRA are not listed: {shortened(lost, 3)}")
+    require(not more, f"{len(more)} listed tensors do not belong to the LoRA: {shortened(more, 3)}")
     require(specs == wanted, f"shapes are {specs}, not {wanted}")
     found = gathered(worker)
     if subject.rank == 0:
-        require(found.keys() == specs.keys(), f"the gathered tensors are not the listed ones: {sorted(found)[:3]}")
+        require(
+            found.keys() == specs.keys(), f"the gathered tensors are not the listed ones: {shortened(sorted(found), 3)}"
+        )
         filled = [name for name, tensor in found.items() if "lora_B" in name and bool(tensor.any())]
-        require(not filled, f"B of a new LoRA is not zero: {filled[:3]}")
+        require(not filled, f"B of a new LoRA is not zero: {shortened(filled, 3)}")
         empty = [name for name, tensor in found.items() if "lora_A" in name and not bool(tensor.any())]
-        require(not empty, f"A of a new LoRA is zero, so neither half would ever learn: {empty[:3]}")
+        require(not empty, f"A of a new LoRA is zero, so neither half would ever learn: {shortened(empty, 3)}")
 
 
 @check("W-50", deadline_s=30)
@@ -119,13 +122,15 @@ def a_lora_resumes(subject: WorkerSubject) -> None:
     resumed.load(path)
     changed = differing(saved, gathered(resumed))
     subject.note(version=resumed.version, num_differing=len(changed))
-    words = f"version {resumed.version} was loaded, not 2, or these tensors differ: {changed[:5]}"
+    words = f"version {resumed.version} was loaded, not 2, or these tensors differ: {shortened(changed)}"
     subject.require_on_all_ranks(resumed.version == 2 and not changed, words)
     if subject.rank == 0:
         files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
         require((path / ADAPTER).is_file(), f"there is no {ADAPTER} among {files}")
         names = load_file(path / ADAPTER).keys()
-        require(names == saved.keys(), f"{ADAPTER} does not contain the gathered tensors: {sorted(names)[:3]}")
+        require(
+            names == saved.keys(), f"{ADAPTER} does not contain the gathered tensors: {shortened(sorted(names), 3)}"
+        )
         config = (path / ADAPTER).with_name("adapter_config.json")
         require(config.is_file(), f"there is no {config.name} among {files}")
     take_steps(steady, batches[2:])

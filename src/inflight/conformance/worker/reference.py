@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from inflight.base.shortened import shortened
 from inflight.conformance.checks import require
 from inflight.conformance.worker.batches import loss_of, segment_rows
 from inflight.model.checkpoints import load_causal_lm
@@ -68,8 +69,10 @@ class ReferenceModel:
         with safe_open(self._path / "model.safetensors", framework="pt") as stored:
             shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
         lost, more = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
-        require(not lost, f"{len(lost)} tensors of the checkpoint are missing: {lost[:5]}")
-        require(not more, f"{len(more)} tensors do not belong to the checkpoint (tied ones travel once): {more[:5]}")
+        require(not lost, f"{len(lost)} tensors of the checkpoint are missing: {shortened(lost)}")
+        require(
+            not more, f"{len(more)} tensors do not belong to the checkpoint (tied ones travel once): {shortened(more)}"
+        )
         for name, wanted in shapes.items():
             found = tuple(weights[name].shape)
             require(found == wanted, f"{name} has shape {found}, in the checkpoint {wanted}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.worker.batches import accumulate, make_batch
 from inflight.conformance.worker.gathering import compare_changes, differing, gathered
@@ -72,7 +73,7 @@ def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
     for name, other in {"the worker that continued": worker, "a new worker": subject.create()}.items():
         other.load(path, optimizer=False)
         changed, version = differing(saved, gathered(other)), other.version
-        words = f"{name} is at version {version}, and these tensors differ from the saved ones: {changed[:5]}"
+        words = f"{name} is at version {version}, and these tensors differ from the saved ones: {shortened(changed)}"
         subject.require_on_all_ranks(version == 0 and not changed, words)
         _step(subject, other, batches, _SETTINGS[1])
         found = gathered(other)
@@ -95,7 +96,8 @@ def settings_are_refused(subject: WorkerSubject) -> None:
     changed = differing(before, gathered(worker))
     subject.require_on_all_ranks(
         is_refused and not changed,
-        f"a step with settings raises {words_of(error)}, not UnsupportedError, or changes tensors: {changed[:5]}",
+        f"a step with settings raises {words_of(error)}, not UnsupportedError, or changes tensors: "
+        f"{shortened(changed)}",
     )
 
 

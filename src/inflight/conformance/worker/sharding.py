@@ -14,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
+from inflight.base.shortened import shortened
 from inflight.base.threads import start_in_thread
 from inflight.conformance.checks import check, look_at, skip
 from inflight.conformance.worker.batches import accumulate, make_batch, take_steps
@@ -80,7 +81,7 @@ def elements_are_sent_once(subject: WorkerSubject) -> None:
         if share > _LARGEST_SHARE:
             problems.append(f"a rank sends {share:.3g} times the mean: {num_bytes} bytes")
         subject.note(**{f"bytes by rank{' (tied)' if tied else ''}": num_bytes})
-        subject.require_on_all_ranks(not problems, f"{len(problems)} problems: {problems[:3]}")
+        subject.require_on_all_ranks(not problems, f"{len(problems)} problems: {shortened(problems, 3)}")
 
 
 @check("W-70", "ranks", deadline_s=30)
@@ -228,7 +229,7 @@ def _require_equal(
         problems += [f"{name}: {one}, not {it}" for (name, it), one in zip(boxes, found, strict=False) if one != it]
     subject.note(**{f"boxes by rank, {when}": subject.ranks.exchange(sum(map(len, descriptions)))})
     subject.require_on_all_ranks(
-        not problems, f"{when}, {len(problems)} boxes are not those of the gathered weights: {problems[:3]}"
+        not problems, f"{when}, {len(problems)} boxes are not those of the gathered weights: {shortened(problems, 3)}"
     )
 
 

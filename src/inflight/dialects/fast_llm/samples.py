@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from inflight.base.shortened import shortened
 from inflight.base.validation import describe_problems
 from inflight.dialects.fast_llm.redis_streams import RedisStreams
 from inflight.errors import InvalidRequestError
@@ -112,7 +113,7 @@ def parse_document(fields: Mapping[bytes, bytes]) -> Document:
     if not tokens or any(it is not None and len(it) != len(tokens) for it in (logprobs, versions)):
         raise InvalidRequestError("a sample needs tokens, and as many logprobs and versions as tokens if it has them")
     if any(not 0 <= begin < end <= len(tokens) for begin, end in spans):
-        raise InvalidRequestError(f"loss_masking_spans {spans[:5]} do not lie within the {len(tokens)} tokens")
+        raise InvalidRequestError(f"loss_masking_spans {shortened(spans)} do not lie within the {len(tokens)} tokens")
     return Document(tokens, spans, logprobs, versions, data.advantage, data.reward)
 
 

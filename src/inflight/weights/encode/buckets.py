@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inflight.base.shortened import shortened
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.lora_tensors import lora_difference
@@ -39,9 +40,9 @@ def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> s
     named = {*theirs, *manifest.frozen}
     problems = []
     if missing := [name for name in mine if name not in named]:
-        problems.append(f"{len(missing)} tensors are missing: {missing[:5]}")
+        problems.append(f"{len(missing)} tensors are missing: {shortened(missing)}")
     if extra := [name for name in (*theirs, *manifest.frozen) if name not in mine]:
-        problems.append(f"{len(extra)} tensors are unknown to this endpoint: {extra[:5]}")
+        problems.append(f"{len(extra)} tensors are unknown to this endpoint: {shortened(extra)}")
     shared = [name for name in mine if name in theirs]
     shapes = [f"{n} is {theirs[n].shape}, expected {mine[n].shape}" for n in shared if mine[n].shape != theirs[n].shape]
     if shapes:

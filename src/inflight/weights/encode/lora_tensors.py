@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from inflight.base.shortened import shortened
 from inflight.model.checkpoint_specs import tensor_specs_of
 from inflight.model.lora_settings import LoraSettings
 from inflight.wire import Manifest, TensorSpec
@@ -56,7 +57,7 @@ def lora_difference(shapes: Mapping[str, Sequence[int]] | None, manifest: Manife
     problems = []
     pairs = {name for module in modules for name in lora_names(module)}
     if alone := sorted(pairs.symmetric_difference(sent)):
-        problems.append(f"{len(alone)} tensors do not form pairs of {PREFIX}<module>{_A} and {_B}: {alone[:5]}")
+        problems.append(f"{len(alone)} tensors do not form pairs of {PREFIX}<module>{_A} and {_B}: {shortened(alone)}")
     whole = {m: (sent[a], sent[b]) for m in modules for a, b in [lora_names(m)] if a in sent and b in sent}
     ranks = [
         f"{module} has A of shape {a.shape} and B of shape {b.shape}"
@@ -67,7 +68,7 @@ def lora_difference(shapes: Mapping[str, Sequence[int]] | None, manifest: Manife
         problems.append(f"{len(ranks)} pairs do not have rank {lora.rank}: {'; '.join(ranks[:5])}")
     if shapes is not None:
         if unknown := [m for m in modules if f"{m}.weight" not in shapes]:
-            problems.append(f"{len(unknown)} modules are unknown to this endpoint: {unknown[:5]}")
+            problems.append(f"{len(unknown)} modules are unknown to this endpoint: {shortened(unknown)}")
         fitting = {m: pair for m, pair in whole.items() if f"{m}.weight" in shapes}
         wrong = [
             f"{module} is {_product(*pair)}, expected {tuple(shapes[f'{module}.weight'])}"

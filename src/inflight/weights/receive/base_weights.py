@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from inflight.base.shortened import shortened
 from inflight.errors import ConfigError, UpdateRefusedError
 from inflight.model.checkpoint_specs import tensor_specs_of
 from inflight.weights.encode.lora_tensors import changed_names, lora_names
@@ -49,7 +50,7 @@ class BaseWeights:
         if lost := [name for name in names if self._loaded.get(name, known.get(name)) is None]:
             raise UpdateRefusedError(
                 f"send all weights first, with keep_base=True: loading this update needs {len(lost)} tensors that it "
-                f"leaves out, and earlier updates replaced them without keeping a base: {lost[:3]}"
+                f"leaves out, and earlier updates replaced them without keeping a base: {shortened(lost, 3)}"
             )
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 
+from inflight.base.shortened import shortened
 from inflight.contracts import LoraSource, PartialWeightSource, ShardedWeightSource, WeightSource
 from inflight.errors import TrainerError
 from inflight.types import WeightBucket
@@ -94,7 +95,8 @@ def require_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) ->
         wanted = [(spec.shape, str(spec.dtype)) for spec in specs]
         if found != wanted:
             raise TrainerError(
-                f"bucket {bucket.index} contains the tensors {found[:5]}, but parameter_specs announced {wanted[:5]}"
+                f"bucket {bucket.index} contains the tensors {shortened(found)}, but parameter_specs announced "
+                f"{shortened(wanted)}"
             )
         num_gathered += 1
         yield bucket

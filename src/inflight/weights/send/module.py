@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from inflight.base.shortened import shortened
 from inflight.contracts import LoraSource, PartialWeightSource
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.types import WeightBucket
@@ -266,7 +267,8 @@ class LoraWeights(LoraSource):
         others = [n for n, t in named_tensors(self._module).items() if t.requires_grad and id(t) not in mine]
         if others:
             raise UnsupportedError(
-                f"{len(others)} other parameters are trainable, but publishing the LoRA would omit them: {others[:5]}"
+                f"{len(others)} other parameters are trainable, but publishing the LoRA would omit them: "
+                f"{shortened(others)}"
             )
 
 

@@ -130,6 +130,8 @@ class WeightPublisher:
         (see `make_sender`). ``address`` is the address at which the servers reach this machine. ``directory`` is where
         the transport ``file`` stores weights. The other arguments are those of the class.
         """
+        if isinstance(urls, str):
+            raise ConfigError(f"urls is the string {urls!r}, not a list of URLs: pass [{urls!r}]")
         return cls(
             [connect_endpoint(url, token=token) for url in urls],
             make_sender(transport, address=address, directory=directory),
