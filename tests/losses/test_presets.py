@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 from inflight.cli import main
 from inflight.errors import ConfigError
-from inflight.losses import PRESETS, PolicyLoss, preset
+from inflight.losses import PRESETS, PolicyLoss, metric_values, preset
 from tests.losses.reference import LOSSES
 from tests.losses.steps import MASKS, logprobs_of, plan_of, random_step, sequences_of, top_logprobs_of
 from tests.selection import first_of_each
+
+ROOT = Path(__file__).parents[2]
 
 
 def both_ways(name, batch, logits_TV):
@@ -54,6 +58,24 @@ def test_every_preset_has_a_reference_that_is_not_zero(name):
     (loss, gradient_TV), _ = both_ways(name, batch, logits_TV)
     assert math.isfinite(loss)
     assert gradient_TV.abs().max() > 0
+
+
+def test_the_docs_describe_every_metric_and_no_other():
+    page = (ROOT / "docs" / "losses.md").read_text().partition("### Metrics")[2].partition("###")[0]
+    rows = [row.split(" | ")[0] for row in page.splitlines() if row.startswith("| `")]
+    described = {name for row in rows for name in re.findall(r"`(\w+)`", row) if not name.startswith("_")}
+    described |= {f"{name}_squared" for row in rows if "`_squared`" in row for name in re.findall(r"`([a-z]\w+)`", row)}
+    reported = set()
+    for it in PRESETS.values():
+        for batch, logits_TV in (random_step(mask="everything"), random_step(drift=0.002, mask="everything")):
+            trainer_T = logprobs_of(logits_TV, batch.token_ids_T, batch.temperature_T)
+            top_TK = top_logprobs_of(logits_TV, batch)
+            given = {"student_top_TK": top_TK} if "teacher_top" in it.loss.needs else {}
+            output = it.loss(batch, trainer_T, plan_of(it.loss, [batch], [trainer_T]), **given)
+            reported |= metric_values(output.metrics).keys()
+    source = "".join(file.read_text() for file in (ROOT / "src" / "inflight" / "losses").glob("*.py"))
+    assert reported - described == set()
+    assert {name for name in described - reported if f'"{name}"' not in source} == set()
 
 
 def test_every_preset_is_json_and_back_and_can_be_hashed():
