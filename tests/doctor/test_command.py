@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +49,25 @@ def test_a_server_gets_its_weights_back_and_a_healthy_one_is_not_blamed(
     before = logprobs(server)
     assert main(["doctor", server.url, "--model", str(model_dir), "--worker", "fsdp"]) == 0
     assert "No cause of drift was found: the pair is healthy." in capsys.readouterr().out
+    assert weight_version(server).state == "ready"
+    assert logprobs(server) == pytest.approx(before, abs=1e-5)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_gets_its_weights_back_when_the_examination_is_interrupted(
+    model_dir: Path, tmp_path: Path, start_server: Callable[..., ServerProcess], number: signal.Signals
+) -> None:
+    server, progress = start_server(model_dir), tmp_path / "progress"
+    before = logprobs(server)
+    with progress.open("wb") as log:
+        command = [python(), "-m", "inflight", "doctor", server.url, "--model", str(model_dir)]
+        doctor = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=log, env={**os.environ, "INFLIGHT_TOKEN": TOKEN}
+        )
+    wait_until(lambda: "an update of every tensor" in progress.read_text(), "no update of every tensor")
+    wait_until(lambda: logprobs(server) != pytest.approx(before, abs=1e-3), "the server's weights do not change")
+    doctor.send_signal(number)
+    assert doctor.wait(timeout=90) == 128 + number
     assert weight_version(server).state == "ready"
     assert logprobs(server) == pytest.approx(before, abs=1e-5)
 

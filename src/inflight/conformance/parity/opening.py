@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, closing
@@ -12,8 +13,12 @@ from inflight.conformance.endpoint.opening import open_target
 from inflight.conformance.endpoint.pace import Pace
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import SLOWNESS
 from inflight.conformance.parity.pair import Pair
 from inflight.conformance.targets import EndpointTarget
+from inflight.errors import InflightError
+
+_RESTORE_S = 60.0
 
 
 @asynccontextmanager
@@ -26,9 +31,8 @@ async def open_pair(
     start_s: float,
     report: Callable[[str], None],
 ) -> AsyncIterator[Pair]:
-    """Yield the pair of a target and a worker.
-
-    If the block ends without an error, a server at a URL then serves its checkpoint's weights again.
+    """Yield the pair of a target and a worker. However the block ends, a server at a URL then serves its checkpoint's
+    weights again; if that fails, ``report`` is told so.
 
     ``prompts`` and ``tokens`` are passed to `Pair`. Errors raised while opening the endpoint propagate.
     """
@@ -42,10 +46,34 @@ async def open_pair(
             subject.reference.cast(can.dtype)
             subject.pace = Pace()
             with closing(Pair(subject, target.worker, worker_options, prompts, tokens)) as pair:
+                is_kept = target.url is not None
                 try:
                     yield pair
-                    if target.url is not None and subject.publisher.touched:
-                        await pair.set_weights(subject.reference.weights)
+                    if is_kept and subject.publisher.touched:
+                        await subject.publisher.publish(subject.reference.weights)
+                except BaseException:
+                    if is_kept and subject.publisher.touched:
+                        await _restore(subject, report)
+                    raise
                 finally:
                     await subject.leave()
                     subject.publisher.lose_group()
+
+
+async def _restore(subject: EndpointSubject, report: Callable[[str], None]) -> None:
+    """Publish the checkpoint's weights as the next incarnation, to which an update that is still open gives way."""
+    report("the checkpoint's weights again, because the examination ended early")
+    last = subject.publisher
+    last.lose_group()
+    subject.publisher = SteppedPublisher(
+        subject.endpoint,
+        subject.capabilities,
+        last.version + 1,
+        run_id=last.run_id,
+        incarnation=last.incarnation + 1,
+    )
+    try:
+        async with asyncio.timeout(_RESTORE_S * SLOWNESS.get()):
+            await subject.publisher.publish(subject.reference.weights)
+    except (InflightError, TimeoutError) as error:
+        report(f"the server still serves test weights, so restart it: {error or 'no answer'}")
