@@ -20,8 +20,8 @@
     │   └── PublishError             the report lists which weights each endpoint serves
     ├── TrainerError
     │   ├── NonFiniteError           loss, gradient, logprobs or weights are not finite; nothing changed
-    │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still whole
-    │   └── WorkerDiedError          a trainer rank has ended; the last checkpoint is whole
+    │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still intact
+    │   └── WorkerDiedError          a trainer rank has ended; the last checkpoint is intact
     ├── TaskError                    a task could not be made or a reward could not be computed
     ├── ContextFullError             a conversation has no room for another turn; nothing was appended
     └── EpisodeOverError             the episode has ended; nothing more is sampled for it
@@ -174,13 +174,13 @@ class NonFiniteError(TrainerError):
 
 
 class CheckpointError(TrainerError):
-    """A checkpoint could not be written or read; an earlier checkpoint is still whole."""
+    """A checkpoint could not be written or read; an earlier checkpoint is still intact."""
 
     code = "checkpoint_error"
 
 
 class WorkerDiedError(TrainerError):
-    """A trainer rank ended unexpectedly; the last checkpoint is whole."""
+    """A trainer rank ended unexpectedly; the last checkpoint is intact."""
 
     code = "worker_died"
 

@@ -1,4 +1,4 @@
-"""The timings of an engine's last update, and the time to its first token once that has been sampled."""
+"""The timings of an engine's last update, and the time to the first token after it, once that token is sampled."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from inflight.planning.groups import Prompted
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Ratios of trained tokens per second."""
+    """The factors of the speed-up; each is a ratio of two runs' trained tokens per second."""
 
     memory: float
     stragglers: float

@@ -60,7 +60,11 @@ class Speculation:
         return len(sequence.draft)
 
     def verify(self, sequences: Iterable[Sequence], token_ids: list[int], logprobs: list[float]) -> list[DrawnTokens]:
-        """Return the tokens that each sequence keeps, of those drawn after its last token and each drafted one."""
+        """Return the drawn tokens that each sequence keeps.
+
+        For each sequence, ``token_ids`` has the token drawn after its last token, then one drawn after each drafted
+        token.
+        """
         if self._source is None:
             return [DrawnTokens(s, [token], [p]) for s, token, p in zip(sequences, token_ids, logprobs, strict=True)]
         kept, start = [], 0

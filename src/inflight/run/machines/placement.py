@@ -127,7 +127,7 @@ def place_elsewhere(config: RunConfig, num_gpus: int) -> Placement:
     servers = config.servers
     if config.train.devices is not None or any(member.devices is not None for member in servers.members):
         raise ConfigError(
-            "train.devices and servers.devices number the GPUs of one machine, but run.launcher "
+            "train.devices and servers.devices are indices of GPUs on one machine, but run.launcher "
             f"{config.run.launcher!r} chooses among hosts: omit both settings"
         )
     if servers.colocated:

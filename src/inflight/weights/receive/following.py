@@ -1,4 +1,4 @@
-"""Following a stored run: keeps an endpoint at the newest version, or relays that version to another host.
+"""A follower of a stored run keeps an endpoint at the newest version, or relays that version to another host.
 
 A follower makes the same contract calls as a publisher, so the endpoint cannot tell the difference. It skips versions
 that were superseded while an update was under way. It leases the version that it reads, so that the trainer does not
