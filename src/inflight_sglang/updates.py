@@ -133,7 +133,9 @@ class SglangUpdates(PausableEngine, ReleasableEngine):
             self._is_draining = False
 
     async def apply(self, update: WeightUpdate) -> None:
-        """Apply the update. The label changes while nothing is being sampled, so that spans change with the weights."""
+        """Apply the update. The version label changes while nothing is being sampled, so a new span starts with the
+        first token sampled from the new weights.
+        """
         async with self._exclusive_access():
             started = time.monotonic()
             if self.files is not None:

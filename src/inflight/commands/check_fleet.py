@@ -1,4 +1,4 @@
-"""The command ``inflight check fleet``: a fault campaign over servers that one command starts."""
+"""The command ``inflight check fleet``: a fault campaign over servers that it starts with a given command."""
 
 from __future__ import annotations
 

@@ -44,8 +44,7 @@ class PrefixGap:
     fresh: float
 
     def is_stale(self, limits: Limits) -> bool:
-        """Return whether the completion of the prompt that was also sampled before the update differs for that
-        reason."""
+        """Return whether ``shared`` is large because its prompt was also sampled before the update."""
         return self.shared > limits.mean and self.shared > 4 * self.fresh
 
 

@@ -25,8 +25,9 @@ _SLOWEST_BYTES_S = 1e6
 async def content_of(request: Request, max_body_bytes: int, *, is_trusted: bool = False) -> bytes:
     """Return a body of at most ``max_body_bytes``. Raises `HTTPException` 413 if it is longer.
 
-    A body that arrives too slowly is refused with 408. Unless the client is trusted, a body of a different content type
-    is refused with 415, and a body whose JSON would take much more memory than its bytes with 400.
+    A body that arrives too slowly is refused with 408. Unless the client is trusted, a body whose content type is not
+    JSON is refused with 415, and one that would take up much more memory as parsed JSON than as bytes is refused with
+    400.
     """
     refuse_length(request, max_body_bytes)
     parts, size_bytes = [], 0

@@ -1,4 +1,4 @@
-"""Level caches: which weights computed the keys and values that tokens attend to after an update."""
+"""Level ``caches``: which weights computed the keys and values that tokens attend to after an update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level control: which control calls are accepted in which state, and what they return."""
+"""Level ``control``: which control calls are accepted in which state, and what they return."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Level discovery: whether an endpoint's capabilities are complete and correct, and whether it refuses what they do not
-include."""
+"""Level ``discovery``: whether an endpoint's capabilities are complete and correct, and whether it refuses what they do
+not include."""
 
 from __future__ import annotations
 

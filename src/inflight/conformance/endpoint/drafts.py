@@ -1,4 +1,4 @@
-"""Level tokens: drafts from recorded completions change how fast tokens are sampled, and nothing else.
+"""Level ``tokens``: drafts from recorded completions change how fast tokens are sampled, and nothing else.
 
 Shape suffixes: T tokens, V vocabulary.
 """

@@ -1,5 +1,5 @@
-"""Level weights: updates that send fewer bytes: with frozen or rounded tensors, or as deltas against weights that the
-endpoint kept."""
+"""Level ``weights``: updates that send fewer bytes: with frozen or rounded tensors, or as deltas against weights that
+the endpoint kept."""
 
 from __future__ import annotations
 

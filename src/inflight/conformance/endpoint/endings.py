@@ -1,4 +1,5 @@
-"""Level tokens: what ends a completion: a stop token, a stop string, an end-of-sequence token, or its length limit."""
+"""Level ``tokens``: what ends a completion (a stop token, a stop string, an end-of-sequence token, or its
+length limit)."""
 
 from __future__ import annotations
 

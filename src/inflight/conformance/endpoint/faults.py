@@ -1,4 +1,4 @@
-"""Level faults: transfers that are missing, late or partial, and updates that fail while they are applied."""
+"""Level ``faults``: transfers that are missing, late or partial, and updates that fail while they are applied."""
 
 from __future__ import annotations
 

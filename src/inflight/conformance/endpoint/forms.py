@@ -1,4 +1,4 @@
-"""Level tokens: complete answers, streams, chat completions and chat streams carry the same tokens."""
+"""Level ``tokens``: complete answers, streams, chat completions and chat streams carry the same tokens."""
 
 from __future__ import annotations
 

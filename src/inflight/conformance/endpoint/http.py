@@ -1,4 +1,4 @@
-"""Level http: tokens, bodies and connections of a server, tested with bytes that no client library would send."""
+"""Level ``http``: tokens, bodies and connections of a server, tested with bytes that no client library would send."""
 
 from __future__ import annotations
 

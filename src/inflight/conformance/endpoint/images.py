@@ -1,4 +1,4 @@
-"""Level tokens: prompts with images, on an endpoint that serves a model that accepts images."""
+"""Level ``tokens``: prompts with images, on an endpoint that serves a model that accepts images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level weights: updates that consist of a LoRA."""
+"""Level ``weights``: updates that consist of a LoRA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Level faults: control messages that are repeated, out of order or from another run, and callers that disconnect."""
+"""Level ``faults``: control messages that are repeated, out of order or from another run, and callers that
+disconnect."""
 
 from __future__ import annotations
 

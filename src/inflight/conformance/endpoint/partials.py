@@ -1,4 +1,4 @@
-"""Level partials: requests that are aborted and then continued where they ended.
+"""Level ``partials``: requests that are aborted and then continued where they ended.
 
 A second request that began later and has been answered shows how far the aborted request must have progressed.
 """

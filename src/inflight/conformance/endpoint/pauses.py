@@ -1,5 +1,5 @@
-"""Level control: how a pause treats running requests and requests that arrive during it, and what happens if a drain
-times out."""
+"""Level ``control``: how a pause treats running requests and requests that arrive during it, and what happens if a
+drain times out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level faults: publisher and server processes that stop or die."""
+"""Level ``faults``: publisher and server processes that stop or die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level faults: concurrent admissions, publishers, aborts and commits, and clients that disconnect."""
+"""Level ``faults``: concurrent admissions, publishers, aborts and commits, and clients that disconnect."""
 
 from __future__ import annotations
 

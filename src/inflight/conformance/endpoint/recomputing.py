@@ -1,4 +1,5 @@
-"""Level caches: whether recompute reaches every running request, and whether the random number sequence continues."""
+"""Level ``caches``: whether recompute reaches every running request, and whether the random number sequence
+continues."""
 
 from __future__ import annotations
 

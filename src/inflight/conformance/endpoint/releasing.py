@@ -1,4 +1,4 @@
-"""Level memory: releasing and restoring the memory of the weights and of cached keys and values."""
+"""Level ``memory``: releasing and restoring the memory of the weights and of cached keys and values."""
 
 from __future__ import annotations
 

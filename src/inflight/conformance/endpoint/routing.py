@@ -1,4 +1,4 @@
-"""Level tokens: whether an endpoint that serves a mixture of experts reports the experts that computed the tokens.
+"""Level ``tokens``: whether an endpoint that serves a mixture of experts reports the experts that computed the tokens.
 
 Shape suffixes: T tokens, L layers, K experts of a token in a layer.
 """

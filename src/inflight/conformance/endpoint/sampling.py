@@ -1,4 +1,4 @@
-"""Level tokens: whether tokens are drawn from the requested distribution, as determined by the seed."""
+"""Level ``tokens``: whether tokens are drawn from the requested distribution, as determined by the seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level tokens: whether logprobs of given tokens are correct, which weights computed them, and which requests are
+"""Level ``tokens``: whether logprobs of given tokens are correct, which weights computed them, and which requests are
 refused.
 
 Shape suffixes: N scored tokens, V vocabulary, K alternatives.

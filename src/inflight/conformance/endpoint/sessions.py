@@ -1,4 +1,4 @@
-"""Level control: calls of named sessions that are repeated or late, and trainers that are replaced."""
+"""Level ``control``: calls of named sessions that are repeated or late, and trainers that are replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level sharded: updates in which each of several senders sends a part of every bucket."""
+"""Level ``sharded``: updates in which each of several senders sends a part of every bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level caches: keys and values that requests share while the weights stay the same."""
+"""Level ``caches``: keys and values that requests share while the weights stay the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level control: staged updates, during which sampling continues until the commit."""
+"""Level ``control``: staged updates, during which sampling continues until the commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level stores: updates over transports that store the buckets."""
+"""Level ``stores``: updates over transports that store the buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Level tokens: ids and logprobs, refusals, concurrent requests, and callers that disconnect."""
+"""Level ``tokens``: ids and logprobs, refusals, concurrent requests, and callers that disconnect."""
 
 from __future__ import annotations
 

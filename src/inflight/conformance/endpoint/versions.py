@@ -1,4 +1,4 @@
-"""Level versions: whether each token's reported version is that of the weights from which it was sampled.
+"""Level ``versions``: whether each token's reported version is that of the weights from which it was sampled.
 
 The two colours are the weights A and B, which differ only in the sign of the final norm. A token that is likely under
 one is therefore unlikely under the other, and thus shows from which weights it was sampled. Keys and values do not

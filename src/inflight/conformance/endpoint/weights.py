@@ -1,4 +1,4 @@
-"""Level weights: how an update changes the distribution that tokens are sampled from."""
+"""Level ``weights``: how an update changes the distribution that tokens are sampled from."""
 
 from __future__ import annotations
 

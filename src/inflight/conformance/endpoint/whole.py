@@ -1,4 +1,4 @@
-"""Level tokens: no filter, penalty or temperature applies unless the request specifies it.
+"""Level ``tokens``: no filter, penalty or temperature applies unless the request specifies it.
 
 A likelihood ratio reveals a sampler that applies its own default. For each of several defaults, the ratio is how many
 times likelier the sampled tokens are under the default than under the requested distribution. Under the requested

@@ -103,7 +103,7 @@ class TestedServer(Protocol):
 
 
 class Testbed(Protocol):
-    """What schedules run on: the servers, and the features that all of them support."""
+    """The environment in which schedules run: the servers, and the features that all of them support."""
 
     loop: Loop
     directory: Path

@@ -71,8 +71,8 @@ class Futures:
     def start(self, call: Callable[[], Awaitable[Result]], *, is_repeatable: bool = False) -> str:
         """Run a call in the background, and return the id of its future.
 
-        A repeatable call is one that clients send again if its future is gone. It is cancelled, and its future is gone,
-        if no client has been retrieving it for `ABANDONED_S`.
+        A repeatable call is one that clients send again if its future no longer exists. If no client has waited for the
+        result for `ABANDONED_S`, the call is cancelled and its future is removed.
         """
         request_id = uuid.uuid4().hex
         entry = self._entries[request_id] = _Entry(is_repeatable)

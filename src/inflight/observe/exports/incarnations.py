@@ -92,10 +92,10 @@ def turns_of(request: Row) -> list[TurnSpan]:
 
 
 def publish_parts(publish: Row) -> dict[str, tuple[float, float]]:
-    """Return the start and end of each part of a publish that took time, in seconds of its process.
+    """Return the start and end of each part of a publish, except parts whose duration is zero.
 
-    Events record only durations. A publish begins with gathering and ends with the pause. When the pause begins, the
-    weights have arrived and loading starts.
+    Both are times in the events of the process that published, in seconds. Events record only durations. A publish
+    begins with gathering and ends with the pause. When the pause begins, the weights have arrived and loading starts.
     """
     start, end = publish["start_s"], publish["end_s"]
     paused = end - publish["pause_s"]

@@ -1,4 +1,4 @@
-"""How trainer ranks connect to their run: over channels that are sealed with the run's token.
+"""How trainer ranks connect to their run: over channels that are authenticated with the run's token.
 
 The token itself is not sent. Nothing is encrypted, so the hosts of a run must share a private network.
 """

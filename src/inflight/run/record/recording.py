@@ -72,7 +72,8 @@ class RunRecording:
         await asyncio.to_thread(self._writer.begin, self._manifest)
 
     async def step(self, batch: StepBatch, packing: Packing, by_share: Sequence[Trained]) -> None:
-        """Begin writing a step once the previous one is written; ``by_share`` has the answer of each share."""
+        """Begin writing a step once the previous one is written; ``by_share`` contains one answer for each
+        share of the data."""
         await self.written()
         self._writing = start(asyncio.to_thread(self._write, batch, packing, by_share))
 

@@ -38,7 +38,7 @@ def make_sender(transport: TransportName, *, address: str = "127.0.0.1", directo
 
 
 def make_receiver(spec: TransportSpec, device: torch.device | None = None, rank: int = 0) -> WeightReceiver:
-    """Return one endpoint rank's end of a transport.
+    """Return the receiving end of a transport, for one rank of an endpoint.
 
     ``rank`` and ``device`` have the same meaning as for `Transport.receiver`.
     """
