@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from inflight.conformance.checks import select
-from inflight.conformance.endpoint import CHECKS
+from inflight.conformance.endpoint.catalogue import CHECKS
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import EndpointTarget
 from inflight.conformance.verdicts import CheckOutcome

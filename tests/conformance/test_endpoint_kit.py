@@ -19,7 +19,7 @@ import inflight.weights.encode.float8
 import inflight.weights.receive.base_weights
 import inflight.weights.receive.staging
 from inflight.conformance.checks import Check
-from inflight.conformance.endpoint import CHECKS
+from inflight.conformance.endpoint.catalogue import CHECKS
 from inflight.conformance.endpoint.judged import JudgedEndpoint
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.judge import judge

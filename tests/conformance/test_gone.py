@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from inflight.conformance.checks import select
-from inflight.conformance.endpoint import CHECKS
+from inflight.conformance.endpoint.catalogue import CHECKS
 from inflight.conformance.frames import innermost_frame, own_frame
 from inflight.conformance.kit import Kit
 from inflight.conformance.suite import run_suite

@@ -8,7 +8,7 @@ import time
 import pytest
 from rich.console import Console
 
-from inflight.conformance.endpoint import CHECKS
+from inflight.conformance.endpoint.catalogue import CHECKS
 from inflight.conformance.report import terminal
 
 

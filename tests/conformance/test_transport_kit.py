@@ -13,8 +13,8 @@ from inflight.conformance.checks import Check
 from inflight.conformance.judge import judge
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import TransportTarget
-from inflight.conformance.transport import CHECKS
 from inflight.conformance.transport import peer as peer_module
+from inflight.conformance.transport.catalogue import CHECKS
 from inflight.conformance.transport.pair import open_pair
 from inflight.conformance.transport.peer import Peer, PeerSetup
 from inflight.conformance.transport.sockets import is_loopback, is_wildcard

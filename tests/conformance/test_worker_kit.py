@@ -16,7 +16,7 @@ from inflight.conformance.judge import verdict_of
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import WorkerTarget
 from inflight.conformance.verdicts import Certificate, CheckOutcome, Verdict, merged
-from inflight.conformance.worker import CHECKS
+from inflight.conformance.worker.catalogue import CHECKS
 from tests.conformance.broken import require_not_broken
 from tests.conformance.worker_mutants import MUTANTS
 from tests.selection import first_of_each

@@ -149,4 +149,4 @@ def test_a_missing_token_is_reported_with_how_to_give_it(
 ) -> None:
     monkeypatch.delenv("INFLIGHT_TOKEN", raising=False)
     assert main(["doctor", start_server(model_dir).url, "--model", str(model_dir), "--prompts", "2"]) == 2
-    assert "--token-file FILE or $INFLIGHT_TOKEN" in capsys.readouterr().err
+    assert "--token-file or $INFLIGHT_TOKEN" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import inflight.engines.embedded.parameters
 import inflight.engines.embedded.stepping
-from inflight.conformance.endpoint import CHECKS
+from inflight.conformance.endpoint.catalogue import CHECKS
 from inflight.conformance.endpoint.judged import JudgedEndpoint
 from inflight.conformance.judge import judge
 from inflight.conformance.targets import EndpointTarget

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inflight.conformance.checks import select
-from inflight.conformance.endpoint import CHECKS
+from inflight.conformance.endpoint.catalogue import CHECKS
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import EndpointTarget
 from inflight.conformance.verdicts import CheckOutcome

@@ -14,7 +14,7 @@ from inflight.base.transport_registry import find_transport, installed_transport
 from inflight.conformance.checks import Check
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import TransportTarget
-from inflight.conformance.transport import CHECKS
+from inflight.conformance.transport.catalogue import CHECKS
 from inflight.conformance.transport.pair import open_pair
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError

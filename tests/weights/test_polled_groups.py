@@ -18,7 +18,7 @@ import torch.distributed as dist
 from inflight.conformance.checks import Check
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import TransportTarget
-from inflight.conformance.transport import CHECKS
+from inflight.conformance.transport.catalogue import CHECKS
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError, PublishError, TransferError
 from inflight.types import WeightBucket

@@ -15,7 +15,7 @@ from inflight.conformance.checks import Check
 from inflight.conformance.kit import Kit
 from inflight.conformance.targets import WorkerTarget
 from inflight.conformance.verdicts import CheckOutcome
-from inflight.conformance.worker import CHECKS
+from inflight.conformance.worker.catalogue import CHECKS
 from inflight.errors import ConfigError
 from inflight_fsdp.config import parse_config
 from inflight_fsdp.deepspeed import DeepSpeedConfig

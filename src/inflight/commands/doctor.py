@@ -10,8 +10,7 @@ from inflight.base.tasks import text_of
 from inflight.commands import doctor_pair, doctor_records
 from inflight.commands.shared import add_deadline_scale, add_json_argument, require_at_least
 from inflight.conformance.arguments import add_endpoint_arguments, add_pair_options
-from inflight.errors import ConfigError, InflightError, UnauthorizedError
-from inflight.http.tokens import TOKEN_VARIABLE
+from inflight.errors import ConfigError, InflightError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,9 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         return _run(arguments)
     except InflightError as error:
-        is_token = isinstance(error, UnauthorizedError)
-        hint = f". Give the server's token with --token-file FILE or ${TOKEN_VARIABLE}" if is_token else ""
-        print(f"inflight: {text_of(error)}{hint}", file=sys.stderr)
+        print(f"inflight: {text_of(error)}", file=sys.stderr)
         return 2
 
 

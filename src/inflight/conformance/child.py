@@ -130,7 +130,7 @@ def open_subject(setup: ChildSetup) -> Subject:
 
 def checks_of(kind: str) -> tuple[Check, ...]:
     """Return every check of a kind, in the order of the contract."""
-    checks: tuple[Check, ...] = import_module(f"inflight.conformance.{kind}").CHECKS
+    checks: tuple[Check, ...] = import_module(f"inflight.conformance.{kind}.catalogue").CHECKS
     return checks
 
 

@@ -91,7 +91,7 @@ def _files(root: Path) -> list[Path]:
 
 
 def _beginning(kind: str) -> list[Path]:
-    names = (f"inflight.conformance.{kind}", *_OF_ALL, *(_OF_ENDPOINTS if kind == "endpoint" else ()))
+    names = (f"inflight.conformance.{kind}.catalogue", *_OF_ALL, *(_OF_ENDPOINTS if kind == "endpoint" else ()))
     return [path for name in names if (path := _file(name)) is not None]
 
 

@@ -17,11 +17,12 @@ from inflight.contracts import (
     ScoringEndpoint,
     StreamingEndpoint,
 )
-from inflight.errors import InflightError, ProtocolError, error_from_code
+from inflight.errors import InflightError, ProtocolError, UnauthorizedError, error_from_code
 from inflight.http import routes
 from inflight.http.bodies import message_of
 from inflight.http.bounded_client import MAX_RESPONSE_BYTES, BoundedClient
 from inflight.http.routes import Response, Route
+from inflight.http.tokens import TOKEN_VARIABLE
 from inflight.wire import (
     AbortRequests,
     BucketTransfer,
@@ -47,6 +48,7 @@ from inflight.wire import (
 
 _SLACK_S = 5.0
 """Extra seconds that the client waits beyond the server's deadline, so that the server's own error arrives."""
+_TOKEN_HINT = f". Pass the server's token as token=, or to a command with --token-file or ${TOKEN_VARIABLE}"
 
 
 class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, DraftingEndpoint, ScoringEndpoint):
@@ -222,7 +224,8 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
             detail = ErrorBody.model_validate_json(content).error
         except pydantic.ValidationError:
             return ProtocolError(f"{otherwise}: {content[:200].decode(errors='replace')!r}", self.name)
-        return error_from_code(detail.code, detail.message, self.name)
+        hint = _TOKEN_HINT if detail.code == UnauthorizedError.code else ""
+        return error_from_code(detail.code, f"{detail.message}{hint}", self.name)
 
 
 def _num_tokens(sampling: SamplingParams) -> int | None:

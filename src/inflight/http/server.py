@@ -28,7 +28,7 @@ from inflight.http.bodies import message_of
 from inflight.http.incoming_requests import content_of, refuse_length, run_while_connected
 from inflight.http.openapi import openapi_document
 from inflight.http.routes import STATUS_OF_CODE, Route
-from inflight.http.tokens import TOKEN_VARIABLE, carries_token
+from inflight.http.tokens import carries_token
 from inflight.types import EngineStats
 from inflight.wire import (
     Acknowledgement,
@@ -175,10 +175,7 @@ def check_token(request: Request, *tokens: str) -> None:
     given = request.headers.get("authorization", "")
     if not carries_token(given, *tokens):
         what = "wrong" if given else "missing"
-        raise UnauthorizedError(
-            f"the bearer token for {request.url.path} is {what}: pass the server's token as token= in Python, or as "
-            f"--token-file or {TOKEN_VARIABLE} to a command"
-        )
+        raise UnauthorizedError(f"the bearer token for {request.url.path} is {what}")
 
 
 async def _body(request: Request, kind: type[Body], max_body_bytes: int, is_trusted: bool = False) -> Body:

@@ -1,8 +1,1 @@
-"""The checks of a transport, in the order of the contract."""
-
-from __future__ import annotations
-
-from inflight.conformance.checks import checks_in
-from inflight.conformance.transport import aborting, arriving, failing, forming
-
-CHECKS = checks_in(forming, arriving, failing, aborting)
+"""Checks of transports: a module for each group of requirements, and what they share."""

@@ -1,0 +1,26 @@
+"""The checks of a trainer worker, in the order of the contract."""
+
+from __future__ import annotations
+
+from inflight.conformance.checks import checks_in
+from inflight.conformance.worker import (
+    adam,
+    checkpoint,
+    crashing,
+    discovery,
+    forward,
+    gather,
+    gradients,
+    lora,
+    memory,
+    packing,
+    routing,
+    settings,
+    sharding,
+    steps,
+)
+
+CHECKS = checks_in(
+    *(discovery, forward, packing, routing, gradients, steps, adam, settings),
+    *(gather, memory, sharding, checkpoint, crashing, lora),
+)
