@@ -28,11 +28,15 @@ MODELS = {"misrouted": "moe", "tied head": "tied"}
 """The models of faults that a dense, untied one cannot have."""
 
 
-def examined(model: Path, cause: str, worker: str | None = None) -> Examination:
-    target = EndpointTarget(factory="tests.doctor.planted:start", options={"cause": cause}, model=model, worker=worker)
+def examined(
+    model: Path, cause: str, worker: str | None = None, *, tokens: int = 64, context: int | None = None
+) -> Examination:
+    """Examine an endpoint with a planted cause by completions of ``tokens`` tokens each, in a shorter ``context``."""
+    options = {"cause": cause, "max_model_len": context}
+    target = EndpointTarget(factory="tests.doctor.planted:start", options=options, model=model, worker=worker)
 
     async def run() -> Examination:
-        opening = open_pair(target, {}, prompts=4, tokens=64, start_s=60, report=lambda _: None)
+        opening = open_pair(target, {}, prompts=4, tokens=tokens, start_s=60, report=lambda _: None)
         async with opening as pair:
             return await examine(pair, lambda _: None)
 

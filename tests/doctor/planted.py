@@ -16,9 +16,9 @@ from tests.conformance import mutants
 from tests.conformance.disagreeing import FAULTS as DISAGREEING
 
 
-def start(model: Path, cause: str) -> Any:
+def start(model: Path, cause: str, max_model_len: int | None = None) -> Any:
     """Return an embedded endpoint with a fault."""
-    return CAUSES[cause](load_endpoint(model, name=cause))
+    return CAUSES[cause](load_endpoint(model, name=cause, max_model_len=max_model_len))
 
 
 def mutant(name: str) -> Callable[[EmbeddedEndpoint], Any]:

@@ -19,6 +19,8 @@ from tests.doctor.examined import CASES, MODELS, examined
 from tests.selection import first_of_each
 
 pytestmark = pytest.mark.timeout(300)
+SHORT = {"tokens": 24, "context": 512}
+"""Enough tokens to tell the causes of the planted faults apart; while versions change, half the context is sampled."""
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +36,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(("cause", "number", "where"), first_of_each(CASES, lambda case: case[1] % 5))
 def test_a_planted_cause_is_named(cause: str, number: int, where: str, models: dict[str, Path]) -> None:
     model = models[MODELS.get(cause, "dense")]
-    findings = diagnose(examined(model, cause))
+    findings = diagnose(examined(model, cause, **SHORT))
     assert findings, "nothing was found"
     assert (findings[0].cause.number, where in findings[0].where) == (number, True), findings
 
 
 @pytest.mark.parametrize(("model", "worker"), [("dense", None), ("tied", "inflight_fsdp:FSDP"), ("moe", None)])
 def test_a_healthy_pair_is_not_blamed(model: str, worker: str | None, models: dict[str, Path]) -> None:
-    assert diagnose(examined(models[model], "none", worker)) == []
+    assert diagnose(examined(models[model], "none", worker, **SHORT)) == []
 
 
 def test_only_what_start_and_published_weights_both_show_raises_the_limits() -> None:
