@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from inflight.conformance import CheckOutcome, EndpointTarget, Kit, endpoint_checks
+from inflight.conformance.models import make_tiny_model
 from tests.selection import first_of_each
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -36,6 +37,8 @@ def test_the_fault_of_the_tutorial_is_found(tmp_path, monkeypatch):
     source.write_text(sound.replace("self.version = update.version\n", "self.version = update.version + 1\n"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (check,) = [check for check in endpoint_checks() if check.id == "U-21"]
-    with Kit(EndpointTarget(factory="faulty_engine:MyEndpoint")) as kit:
+    model = make_tiny_model(tmp_path / "model", max_model_len=192)  # of which requests sample half while they run
+    with Kit(EndpointTarget(factory="faulty_engine:MyEndpoint", model=model)) as kit:
         verdict = kit.run(check)
     assert verdict.outcome is CheckOutcome.FAILED, verdict
+    assert "spans name versions [2, 3" in verdict.message

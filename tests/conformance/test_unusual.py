@@ -31,7 +31,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
     factory, max_concurrent = request.param
-    with Kit(EndpointTarget(factory=factory, options={"max_concurrent": max_concurrent}), deadline_scale=3.0) as kit:
+    options = {"max_concurrent": max_concurrent, **({"context": 256} if factory == UNUSUAL else {})}
+    with Kit(EndpointTarget(factory=factory, options=options), deadline_scale=3.0) as kit:
         yield kit
 
 
