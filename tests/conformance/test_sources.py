@@ -20,6 +20,12 @@ def digest_of(target: str) -> str:
     return digest("endpoint", target, "vllm") if target == COMMAND else digest("worker", target, "")
 
 
+@pytest.fixture(scope="module")
+def before() -> dict[str, str]:
+    """The digests of the installed packages, which are those of an unchanged copy."""
+    return {target: digest_of(target) for target in (TARGET, COMMAND)}
+
+
 @pytest.fixture
 def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The packages, copied to where a test may change them."""
@@ -58,19 +64,20 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("inflight/conformance/report/page.py", set()),
     ],
 )
-def test_what_a_certificate_depends_on_changes_its_digest(copy: Path, file: str, changes: set[str]) -> None:
-    before = {target: digest_of(target) for target in (TARGET, COMMAND)}
+def test_what_a_certificate_depends_on_changes_its_digest(
+    before: dict[str, str], copy: Path, file: str, changes: set[str]
+) -> None:
     with (copy / file).open("a") as source:
         source.write("CHANGED = 1\n")
     after = {target: digest_of(target) for target in (TARGET, COMMAND)}
     assert {target for target in before if before[target] != after[target]} == changes
 
 
-def test_docstrings_and_comments_do_not_change_the_digest(copy: Path) -> None:
-    before = digest_of(TARGET)
+def test_docstrings_and_comments_do_not_change_the_digest(before: dict[str, str], copy: Path) -> None:
+    assert {target: digest_of(target) for target in before} == before
     with (copy / "inflight_fsdp" / "worker.py").open("a") as source:
         source.write('# A comment.\n"""A text."""\n')
-    assert digest_of(TARGET) == before
+    assert digest_of(TARGET) == before[TARGET]
 
 
 def test_a_file_that_comes_or_goes_changes_the_digest(copy: Path) -> None:

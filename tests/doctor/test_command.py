@@ -20,6 +20,7 @@ from tests.weights.workers import PlainWorker, checkpoint, logprobs, weight_vers
 from tests.zygote import python
 
 pytestmark = pytest.mark.timeout(300)
+FEW = ("--prompts", "4", "--tokens", "24")
 
 
 def test_the_report_names_the_cause_the_place_the_evidence_and_what_mends_it(
@@ -27,7 +28,7 @@ def test_the_report_names_the_cause_the_place_the_evidence_and_what_mends_it(
 ) -> None:
     file = tmp_path / "doctor.json"
     words = ["tests.doctor.planted:start", "--option", "cause=transformed again", "--model", str(model_dir)]
-    assert main(["doctor", *words, "--json", str(file)]) == 1
+    assert main(["doctor", *words, *FEW, "--json", str(file)]) == 1
     printed = capsys.readouterr().out
     assert "embedded" in printed and "compared with transformers in float32" in printed
     assert "Cause 3: the loader changes what it loads." in printed
@@ -35,7 +36,7 @@ def test_the_report_names_the_cause_the_place_the_evidence_and_what_mends_it(
     assert "  fix: load into untransformed parameters" in printed
     found = json.loads(file.read_text())
     assert [it["cause"]["number"] for it in found["findings"]] == [3]
-    assert found["examination"]["same"]["same_weights"]["num_tokens"] == 8 * 96
+    assert found["examination"]["same"]["same_weights"]["num_tokens"] == 4 * 24
 
 
 def test_a_server_gets_its_weights_back_and_a_healthy_one_is_not_blamed(
@@ -47,7 +48,7 @@ def test_a_server_gets_its_weights_back_and_a_healthy_one_is_not_blamed(
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
     server = start_server(model_dir)
     before = logprobs(server)
-    assert main(["doctor", server.url, "--model", str(model_dir), "--worker", "fsdp"]) == 0
+    assert main(["doctor", server.url, "--model", str(model_dir), "--worker", "fsdp", *FEW]) == 0
     assert "No cause of drift was found: the pair is healthy." in capsys.readouterr().out
     assert weight_version(server).state == "ready"
     assert logprobs(server) == pytest.approx(before, abs=1e-5)

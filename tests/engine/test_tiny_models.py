@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from inflight.errors import ConfigError
 from inflight.rollouts.tasks import load_task
 from tests.zygote import python
 
+ROOT = Path(__file__).parents[2]
 SMALL = TinyShape(hidden_size=24, num_layers=1, num_heads=1, max_model_len=1024)
 LONG_TASKS = ("word_sorting", "number_sorting", "caesar_cipher", "mini_sudoku")
 
@@ -89,7 +91,11 @@ def test_a_warm_start_prints_lines_where_nobody_looks_at_a_terminal(
 def test_lines_of_a_warm_start_are_not_held_back_by_a_pipe(tmp_path: Path) -> None:
     small = ["--steps", "100000", "--hidden-size", "24", "--layers", "1", "--heads", "1", "--task", "word_sorting"]
     command = [python(), "-m", "inflight", "tiny-model", str(tmp_path / "model"), *small]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    (tmp_path / "sitecustomize.py").write_text(  # lines are further apart, and the process computes until the second
+        "from inflight.base import progress\nprogress.LINE_EVERY_S = 0.2\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, ROOT / "src", ROOT)))}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         try:
             assert (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -55,15 +56,16 @@ def test_commands_in_the_docs_are_understood(page: Path) -> None:
                     in ("check", "endpoint", "worker", "transport", "fleet", "parity", "import", "slime", "verl")
                     or (words[1] == "dialect" and "://" not in word)
                 ]
-                answer = subprocess.run(
-                    [python(), "-m", "inflight", *(command or words[1:2]), "--help"],
-                    capture_output=True,
-                    text=True,
-                    timeout=60,
-                )
+                answer = help_of(*(command or words[1:2]))
                 flags = [word.partition("=")[0] for word in words if word.startswith("--")]
                 assert answer.returncode == 0
                 assert all(flag in answer.stdout for flag in flags), line
+
+
+@functools.cache
+def help_of(*command: str) -> subprocess.CompletedProcess[str]:
+    words = [python(), "-m", "inflight", *command, "--help"]
+    return subprocess.run(words, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
