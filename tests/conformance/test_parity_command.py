@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.zygote import python
 pytestmark = pytest.mark.timeout(300)
 OWN = "tests.conformance.disagreeing:start"
 MUTANTS = "tests.conformance.mutants:make"
+FEW = ("--updates", "2", "--prompts", "2", "--tokens", "32")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def test_the_embedded_engine_agrees_with_the_fsdp_worker_and_the_figures_are_kep
 ) -> None:
     file = tmp_path / "parity.json"
     words = (OWN, "--option", "fault=none", "--model", str(deep_model), "--worker", "fsdp", "--json", str(file))
-    assert check_parity(*words) == 0
+    assert check_parity(*words, *FEW) == 0
     assert "They agree: no logprob differs by more than 0.0005." in capsys.readouterr().out
     (row,) = json.loads(file.read_text())["rows"]
     assert row["agrees"]
@@ -44,18 +46,34 @@ def test_the_embedded_engine_agrees_with_the_fsdp_worker_and_the_figures_are_kep
         [],
     )
     measured = row["measured"]
-    assert measured["same_weights"]["num_tokens"] == 4 * 96
+    assert measured["same_weights"]["num_tokens"] == 2 * 32
     assert 0 <= measured["same_weights"]["k3"] < 1e-9
     assert measured["unscaled"]["mean"] > 0.01  # the two temperatures are distinguished
     assert measured["bisection"] is None
 
 
+def test_the_command_works_in_a_process_that_has_imported_nothing_of_the_kit(tmp_path: Path) -> None:
+    """Its own imports have to be in an order that works."""
+    program = tmp_path / "fresh.py"
+    program.write_text(
+        "import sys\n"
+        "for name in [it for it in sys.modules if it.startswith('inflight.conformance')]:\n"
+        "    del sys.modules[name]\n"
+        "from inflight.cli import main\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    words = ["check", "parity", "inflight.engines.embedded.loading:load_endpoint", *FEW, "--tokens", "8"]
+    ended = subprocess.run([python(), str(program), *words], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert "They agree" in ended.stdout
+
+
 @pytest.mark.parametrize(
-    ("factory", "fault", "said"),
+    ("factory", "fault", "said", "words"),
     [
-        (OWN, "layer scales", ["with attention alone", "look at: attention:", "look at: layer 2, counted from 0"]),
+        (OWN, "layer scales", ["with attention alone", "look at: attention:", "look at: layer 2, counted from 0"], FEW),
         *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
+            pytest.param(*case, (), marks=pytest.mark.exhaustive)
             for case in [
                 (OWN, "loses an activation", ["with the MLPs alone", "look at: the MLP:"]),
                 (OWN, "rounds logits", ["the engine's logprobs are those of logits rounded to bfloat16", "the head,"]),
@@ -68,15 +86,20 @@ def test_the_embedded_engine_agrees_with_the_fsdp_worker_and_the_figures_are_kep
     ],
 )
 def test_what_differs_is_told_by_where_to_look(
-    factory: str, fault: str, said: list[str], deep_model: Path, capsys: pytest.CaptureFixture[str]
+    factory: str,
+    fault: str,
+    said: list[str],
+    words: tuple[str, ...],
+    deep_model: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     option = f"{'fault' if factory == OWN else 'mutant'}={fault}"
-    assert check_parity(factory, "--option", option, "--model", str(deep_model)) == 1
+    assert check_parity(factory, "--option", option, "--model", str(deep_model), *words) == 1
     text = capsys.readouterr().out
     require_no_crash(text)
     assert "They DIFFER" in text
-    for words in said:
-        assert words in text
+    for part in said:
+        assert part in text
 
 
 @pytest.mark.exhaustive
@@ -84,8 +107,7 @@ def test_servers_are_compared_in_each_dtype_and_serve_the_checkpoint_again(deep_
     serve = f"{python()} -m inflight serve {{model}} --port {{port}} --token-file {{token_file}} --dtype {{dtype}}"
     file = tmp_path / "parity.json"
     words = ("--serve", serve, "--worker", "fsdp", "--dtype", "float32", "--dtype", "bfloat16")
-    few = ("--bisect", "--updates", "2", "--prompts", "2", "--tokens", "32")
-    assert check_parity(*words, *few, "--model", str(deep_model), "--json", str(file)) == 0
+    assert check_parity(*words, *FEW, "--bisect", "--model", str(deep_model), "--json", str(file)) == 0
     exact, rounded = json.loads(file.read_text())["rows"]
     assert [row["measured"]["dtype"] for row in (exact, rounded)] == ["float32", "bfloat16"]
     assert exact["measured"]["same_weights"]["k3"] < 1e-9 < rounded["measured"]["same_weights"]["k3"]
