@@ -24,6 +24,8 @@ from tests.worker.ranks import apart, run_ranks
 from tests.worker.worker_cases import settings
 from tests.worker.zero_program import ADAM
 
+APART = {**apart("deepspeed"), "TORCHDYNAMO_DISABLE": "1"}
+"""Without a compiler, which the worker does not use: DeepSpeed imports it for a second per process."""
 ALL_SHARDED = {"stage3_param_persistence_threshold": 0}
 """DeepSpeed leaves parameters of fewer than 100,000 elements whole: all of a test's."""
 CASES: dict[str, dict[str, Any]] = {
@@ -66,7 +68,7 @@ def test_ranks_train_and_resume_as_fsdp_does_whatever_was_left_by_a_killed_build
     alone = cases if cases is MORE_CASES else {name: it for name, it in cases.items() if "dtype" not in it}
     for num_ranks, run in ((1, alone), (2, cases)):
         (tmp_path / "cases.json").write_text(json.dumps(run))
-        run_ranks(tmp_path, "zero_program", num_ranks, deadline_s=170, environment=apart("deepspeed"))
+        run_ranks(tmp_path, "zero_program", num_ranks, deadline_s=170, environment=APART)
     assert [file for file in built.rglob("*") if file.is_file()] == [lock]
     for name, options in cases.items():
         narrow = options.get("dtype") == "bfloat16"
@@ -124,7 +126,7 @@ SOME = {"W-05", "W-16", "W-19", "W-25", "W-29", "W-42", "W-44"}
     ids=lambda it: f"{len(it)} checks" if isinstance(it, set) else str(it),
 )
 def test_the_worker_conforms(monkeypatch: pytest.MonkeyPatch, stage: int, num_ranks: int, asked: set[str]) -> None:
-    for name, value in apart("deepspeed").items():
+    for name, value in APART.items():
         monkeypatch.setenv(name, value)
     options = {"device": "cpu", "zero_stage": stage, "zero_options": ALL_SHARDED}
     target = WorkerTarget(factory="inflight_fsdp:DEEPSPEED", num_ranks=num_ranks, options=options)
