@@ -52,10 +52,10 @@ def test_every_token_has_the_logprob_of_the_version_that_its_span_names(
     model = load_reference(model_dir)
     true = {name: parameter.detach() for name, parameter in model.named_parameters()}
     zeroed = {**true, "model.norm.weight": torch.zeros_like(true["model.norm.weight"])}
-    # Two more requests than slots, some in groups; from 500 tokens on, so that all live through both updates.
+    # Two more requests than slots, some in groups; of so many tokens that all live through both updates.
     requests = [
         make_request(
-            f"r{i}", random_prompt(1 + 11 * i, i), max_tokens=500, ignore_eos=True, temperature=(1.0, 0.7)[i % 2]
+            f"r{i}", random_prompt(1 + 11 * i, i), max_tokens=300, ignore_eos=True, temperature=(1.0, 0.7)[i % 2]
         )
         for i in range(NUM_REQUESTS)
     ]
