@@ -37,6 +37,8 @@ from tests.weights.test_publisher_machine import DECLARED
 from tests.zygote import python
 
 EMBEDDED = "inflight.engines.embedded.loading:load_endpoint"
+SMALL = {"drafts": "both", "max_model_len": 1024, "max_concurrent": 16}
+"""Checks fill the context and the slots: half of the model's and a quarter of the default show what all would."""
 
 pytestmark = pytest.mark.usefixtures("forks")
 PATCHED = (
@@ -62,7 +64,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def kit() -> Iterator[Kit]:
-    with Kit(EndpointTarget(factory=EMBEDDED, options={"drafts": "both"})) as kit:
+    with Kit(EndpointTarget(factory=EMBEDDED, options=SMALL)) as kit:
         yield kit
 
 
