@@ -32,5 +32,6 @@ def reads_the_wall_clock(tree: ast.Module) -> bool:
 
 
 def test_the_wall_clock_is_read_only_where_a_time_of_day_is_meant() -> None:
-    files = {str(file.relative_to(SRC)): file for file in SRC.rglob("*.py")}
-    assert {name for name, file in files.items() if reads_the_wall_clock(ast.parse(file.read_text()))} == {*WALL_CLOCK}
+    files = {str(file.relative_to(SRC)): file.read_text() for file in SRC.rglob("*.py")}
+    likely = {name: text for name, text in files.items() if "time.time" in text or "from time" in text}
+    assert {name for name, text in likely.items() if reads_the_wall_clock(ast.parse(text))} == {*WALL_CLOCK}

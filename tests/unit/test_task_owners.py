@@ -57,8 +57,10 @@ def begins_tasks(tree: ast.Module) -> bool:
 
 
 def test_tasks_are_begun_only_where_somebody_owns_them() -> None:
-    found = {str(file.relative_to(SRC)) for file in SRC.rglob("*.py") if begins_tasks(ast.parse(file.read_text()))}
-    assert found == OWNERS.keys()
+    files = {str(file.relative_to(SRC)): file.read_text() for file in SRC.rglob("*.py")}
+    words = ("create_task", "ensure_future", "from asyncio", "from inflight.base.tasks")  # others need not be parsed
+    likely = {name: text for name, text in files.items() if any(word in text for word in words)}
+    assert {name for name, text in likely.items() if begins_tasks(ast.parse(text))} == OWNERS.keys()
 
 
 def test_a_task_without_an_owner_is_found() -> None:
