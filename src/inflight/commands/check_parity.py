@@ -94,7 +94,10 @@ def _targets(arguments: argparse.Namespace) -> Sequence[tuple[str | None, Endpoi
 
 async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one pair in one dtype, print the result, and return it as JSON values."""
-    from inflight.conformance.parity.opening import open_pair  # first: it imports the checks, one of which needs a pair
+    from inflight.conformance.parity.measuring import measure
+    from inflight.conformance.parity.opening import open_pair
+    from inflight.conformance.parity.report import row_of, text_of
+    from inflight.conformance.parity.served import check_served
 
     def report(what: str) -> None:
         print_progress(what if dtype is None else f"{dtype}: {what}")
@@ -110,10 +113,6 @@ async def _row(dtype: str | None, target: EndpointTarget, arguments: argparse.Na
         start_s=_START_S * scale,
         report=report,
     )
-    from inflight.conformance.parity.measuring import measure
-    from inflight.conformance.parity.report import row_of, text_of
-    from inflight.conformance.parity.served import check_served
-
     async with opening as pair, asyncio.timeout(_MEASURE_S * scale):
         await check_served(pair)
         measured = await measure(pair, arguments.updates, bisect=arguments.bisect, report=report)
