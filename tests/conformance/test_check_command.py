@@ -89,10 +89,7 @@ def test_a_server_whose_token_is_missing_is_refused_before_the_first_check(
 ) -> None:
     assert main(["check", "endpoint", shared_server.url, "--model", str(model_dir), "--check", "E-11"]) == 1
     captured = capsys.readouterr()
-    assert (
-        "is missing. Pass the server's token as token=, or to a command with --token-file or $"
-        in captured.err
-    )
+    assert "is missing. Pass the server's token as token=, or to a command with --token-file or $" in captured.err
     assert captured.out == ""
 
 

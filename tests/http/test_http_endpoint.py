@@ -230,9 +230,7 @@ def test_a_control_call_without_the_right_token_is_unauthorized(
 ) -> None:
     async def run() -> None:
         async with connected(shared_server.url, token=token) as endpoint:
-            with pytest.raises(
-                UnauthorizedError, match=r"token .* is (missing|wrong)\. Pass .* \$INFLIGHT_TOKEN"
-            ):
+            with pytest.raises(UnauthorizedError, match=r"token .* is (missing|wrong)\. Pass .* \$INFLIGHT_TOKEN"):
                 await endpoint.abort_weight_update(UpdateRef(run_id="run", version=1))
 
     asyncio.run(run())
