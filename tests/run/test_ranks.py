@@ -252,7 +252,7 @@ def test_a_run_saves_after_a_time_and_survives_a_lost_rank_by_default(start_run:
 
 def test_a_rank_that_is_lost_before_the_first_step_ends_the_run(start_run: Callable[..., RunProcess]) -> None:
     run = start_run("--run.restarts", "3", "--task.name", "tests.run.tasks:always_zero", "--run.num_steps", "100000")
-    run.wait_for_output("groups are running")
+    run.wait_for_events("item_dropped", lambda event: event["reason"] == "equal rewards")
     os.kill(run.processes()["trainer-0"], signal.SIGKILL)
     assert run.wait() == 1, run.output()
     assert "restart from the last checkpoint" not in run.output()
