@@ -3,18 +3,21 @@
     python -m tests.dialects.trl_async_trainer full|lora MODEL URL DIRECTORY
 
 Full weights go through a directory instead of NCCL; a LoRA takes TRL's own way. What needs a GPU is replaced: the
-attention kernel (by torch's), and the figures of the device. Everything else is TRL's.
+attention kernel (by torch's), and the figures of the device. The process of the rollout worker is forked before the
+first step, instead of importing everything once more. Everything else is TRL's.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -60,6 +63,7 @@ def pairs(starts: torch.Tensor) -> list[tuple[int, int]]:
 
 trainer_module.get_peak_flops_per_device = lambda *_: 1.0
 worker_module.is_vllm_available = lambda *_, **__: True
+worker_module.mp = SimpleNamespace(get_context=lambda _: multiprocessing.get_context("fork"))
 packing_module._flash_attn = lambda: Kernels
 
 
