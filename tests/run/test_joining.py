@@ -15,7 +15,7 @@ import pytest
 from inflight.errors import ConfigError
 from inflight.http.joining import RENEW_S
 from inflight.run.servers.joining import JoinServer
-from tests.gates import reserved_port
+from tests.gates import StepGate, reserved_port
 from tests.run.runs import RunProcess
 from tests.servers import TOKEN, ServerProcess
 
@@ -28,10 +28,15 @@ def start_run(start_run: Callable[..., RunProcess]) -> Callable[..., RunProcess]
 
 
 def test_servers_join_a_run_and_leave_it_with_notice_and_without(
-    start_run: Callable[..., RunProcess], start_server: Callable[..., ServerProcess], model_dir: Path
+    start_run: Callable[..., RunProcess],
+    start_server: Callable[..., ServerProcess],
+    model_dir: Path,
+    tmp_path: Path,
 ) -> None:
+    (gate := StepGate(tmp_path / "steps", 0)).open()
     at = f"127.0.0.1:{reserved_port()}"
-    run = start_run("--servers.attach.join", at, "--run.num_steps", "100000", "--servers.max_concurrent", "16")
+    settings = ("--run.num_steps", "100000", "--servers.max_concurrent", "16", *gate.settings)
+    run = start_run("--servers.attach.join", at, *settings)
     run.wait_for_output(f"servers may join at http://{at}")
     joining = ("--join", f"http://{at}", "--dtype", "float32", "--threads", "1")
     first, second, third = (start_server(model_dir, *joining) for _ in range(3))
@@ -41,8 +46,10 @@ def test_servers_join_a_run_and_leave_it_with_notice_and_without(
     run.wait_for_output(f"{first.url} is no longer listed: it is handing on its partial completions and leaving")
     assert first.process.wait(60) is not None
     second.kill()
+    gate.allow(len(run.rows()) + 1)  # the run stands still until the silence is noticed
     run.wait_for_output(f"{second.url} is no longer listed: it will leave once its groups have ended")
     steps = len(run.rows())
+    gate.open()
     run.wait_for_steps(steps + 2)
     run.interrupt()
     assert run.wait() == 130, run.output()
