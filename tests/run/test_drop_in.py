@@ -43,8 +43,8 @@ def test_plain_grpo_is_short_and_publishes_every_step_while_completions_run(
 ) -> None:
     example = ROOT / "examples" / "plain_grpo.py"
     assert len(example.read_text().splitlines()) < 100
-    # A queue: however slow the trainer is, some of the 32 completions are running when it publishes.
-    server = start_server(tied_model, "--max-concurrent", "4")
+    # A server that takes a second: however slow the trainer is, some completions are running when it publishes.
+    server = start_server(tied_model, "--engine", "tests.run.slow_servers:unhurried")
     printed = output_of(example, str(tied_model), server.url)
     found = re.findall(r"version (\d+): reward 0\.\d+, paused \d+\.\d ms, (\d+) of 32 completions by more", printed)
     assert [version for version, _ in found] == STEPS, printed
