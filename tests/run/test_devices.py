@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.run.runs import RunProcess
+from tests.run.runs import ROOT, RunProcess
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,21 +26,19 @@ def machine(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "2,0"}
 
 
-def environment_of(pid: int) -> dict[str, str]:
-    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return dict(word.decode().partition("=")[::2] for word in words if word)
-
-
-def test_each_process_is_started_with_its_own_gpus(
-    tmp_path: Path, model_dir: Path, machine: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Forked processes do not show their environment.
-    monkeypatch.setattr("tests.run.runs.python", lambda: sys.executable)
+def test_each_process_is_started_with_its_own_gpus(tmp_path: Path, model_dir: Path, machine: dict[str, str]) -> None:
+    # Forked processes do not show their environment in /proc: each writes it down when it starts.
+    (seen_by := tmp_path / "environments").mkdir()
+    (seen_by / "sitecustomize.py").write_text(
+        "import json, os, pathlib\n"
+        f"(pathlib.Path({str(seen_by)!r}) / str(os.getpid())).write_text(json.dumps(dict(os.environ)))\n"
+    )
+    machine = machine | {"PYTHONPATH": os.pathsep.join(map(str, (seen_by, ROOT / "src", ROOT)))}
     run = RunProcess(tmp_path, model_dir, "--run.num_steps", "100000", environment=machine)
     try:
         run.wait_for_steps(1)
         assert "trainer-0 on GPU 0; server-0 on GPU 1" in run.output()
-        environments = {name: environment_of(pid) for name, pid in run.processes().items()}
+        environments = {name: json.loads((seen_by / str(pid)).read_text()) for name, pid in run.processes().items()}
         seen = {name: found["CUDA_VISIBLE_DEVICES"] for name, found in environments.items()}
         assert seen == {"controller": "2,0", "trainer-0": "2", "server-0": "0"}
         assert environments["trainer-0"]["LOCAL_RANK"] == "0"

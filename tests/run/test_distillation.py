@@ -89,6 +89,7 @@ def test_a_student_comes_closer_to_a_teacher_behind_a_url(
     assert sum(kl[-3:]) / 3 < 0.7 * kl[0]
 
 
+@pytest.mark.usefixtures("forks")
 def test_each_task_of_a_mixture_has_its_own_teacher_and_the_record_repeats_the_run(
     teacher: ServerProcess, model_dir: Path, teacher_dir: Path, tmp_path: Path
 ) -> None:

@@ -19,6 +19,8 @@ from inflight.run.sampling.scoring import ScoringPool
 from inflight.types import TaskItem
 from tests.gates import Gate
 
+pytestmark = pytest.mark.usefixtures("forks")
+
 ROOT = Path(__file__).parents[2]
 COMPLETIONS = [tuple(b"eeee"), tuple(b"none at all, but some"), ()]
 REWARDS = [text.count("e") / max(1, len(text)) for text in ("eeee", "none at all, but some", "")]

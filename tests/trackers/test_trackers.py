@@ -87,7 +87,7 @@ def test_wandb_without_a_login_fails_and_does_not_ask_on_the_terminal_of_the_run
     ours, terminal = os.openpty()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.trackers.tracked", "wandb", "{}", str(tmp_path)],
+        [python(), "-m", "tests.trackers.tracked", "wandb", "{}", str(tmp_path)],
         stdin=terminal,
         stdout=subprocess.PIPE,
         stderr=terminal,
