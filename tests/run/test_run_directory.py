@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from inflight.run.config import load_config
 from inflight.run.record.run_directory import RunDirectory, claim
 from inflight.run.run import train
 from tests.run.runs import CONFIG, RunProcess, ends_within
+from tests.zygote import python
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,18 +43,20 @@ from pathlib import Path
 from inflight.run.record.run_directory import claim
 owned = claim(Path(sys.argv[1]), "{}", resume=False, note=print)
 child = subprocess.Popen(["sleep", "600"], pass_fds=(owned.lock,), start_new_session=True)
-print(child.pid, flush=True)
+print(os.getpid(), child.pid, flush=True)
 time.sleep(600)
 """
 
 
 @pytest.fixture
-def owner(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that owns ``tmp_path / "run"``, and the process id of its child, which outlives it."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+def owner(tmp_path: Path) -> Iterator[tuple[int, int]]:
+    """Process ids of one that owns ``tmp_path / "run"``, and of its child, which outlives it."""
+    (program := tmp_path / "holder.py").write_text(HOLDER)
+    words = [python(), str(program), str(tmp_path / "run")]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    child = int(process.stdout.readline())
-    yield process, child
+    pid, child = map(int, process.stdout.readline().split())
+    yield pid, child
     process.kill()
     process.wait()
     process.stdout.close()
@@ -62,25 +64,27 @@ def owner(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
         os.kill(child, signal.SIGKILL)
 
 
-def test_a_second_run_in_a_directory_is_refused_and_told_whose_it_is(
-    tmp_path: Path, owner: tuple[subprocess.Popen[str], int]
-) -> None:
+def end(process: int) -> None:
+    os.kill(process, signal.SIGKILL)
+    assert ends_within(process)
+
+
+def test_a_second_run_in_a_directory_is_refused_and_told_whose_it_is(tmp_path: Path, owner: tuple[int, int]) -> None:
     process, _ = owner
     for resume in (False, True):
-        with pytest.raises(ConfigError, match=f"belongs to a run that has not ended .process {process.pid} on "):
+        with pytest.raises(ConfigError, match=f"belongs to a run that has not ended .process {process} on "):
             own(tmp_path / "run", resume=resume)
-    process.send_signal(signal.SIGSTOP)  # asleep is not gone
+    os.kill(process, signal.SIGSTOP)  # asleep is not gone
     with pytest.raises(ConfigError, match="belongs to a run that has not ended"):
         own(tmp_path / "run", resume=True)
 
 
 def test_what_a_killed_run_has_left_is_killed_before_the_next_one_begins(
-    tmp_path: Path, owner: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, owner: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inflight.run.record.run_directory._ORPHANS_S", 0.5)
     process, child = owner
-    process.kill()
-    process.wait()
+    end(process)
     notes: list[str] = []
     owned = own(tmp_path / "run", notes=notes)
     assert ends_within(child)
@@ -89,12 +93,12 @@ def test_what_a_killed_run_has_left_is_killed_before_the_next_one_begins(
 
 
 def test_an_owner_that_is_being_killed_is_waited_for(
-    tmp_path: Path, owner: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, owner: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the signal and the end of a process it still holds what it held."""
     monkeypatch.setattr("inflight.run.record.run_directory._ORPHANS_S", 0.5)
     process, child = owner
-    dying = threading.Timer(1.0, process.kill)
+    dying = threading.Timer(1.0, os.kill, (process, signal.SIGKILL))
     dying.start()
     own(tmp_path / "run").release()
     dying.join()
@@ -102,15 +106,14 @@ def test_an_owner_that_is_being_killed_is_waited_for(
 
 
 def test_one_that_waits_for_the_lock_is_not_taken_for_what_a_killed_run_has_left(
-    tmp_path: Path, owner: tuple[subprocess.Popen[str], int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, owner: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inflight.run.record.run_directory._ORPHANS_S", 0.5)
     process, child = owner
     with (tmp_path / "run" / "lock").open() as lock:
         waiting = subprocess.Popen(["sleep", "600"], stdin=lock)
     try:
-        process.kill()
-        process.wait()
+        end(process)
         own(tmp_path / "run").release()
         assert ends_within(child)
         assert waiting.poll() is None
