@@ -656,7 +656,7 @@ def test_two_runs_on_one_server_never_train_on_each_other_s_tokens(
     words = ("--servers.attach.urls", json.dumps([server.url]))
     runs: list[RunProcess] = []
     try:
-        for name, num_steps in (("first", "100000"), ("second", "12")):
+        for name, num_steps in (("first", "100000"), ("second", "6")):
             directory = tmp_path / name
             settings = ("--run.num_steps", num_steps, "--run.start_timeout_s", "20")
             runs.append(RunProcess(directory, model_dir, *words, *settings, environment={"INFLIGHT_TOKEN": TOKEN}))
