@@ -79,7 +79,7 @@ def test_a_model_is_at_no_distance_from_itself_as_a_teacher(model_dir: Path, tmp
 def test_a_student_comes_closer_to_a_teacher_behind_a_url(
     teacher: ServerProcess, model_dir: Path, tmp_path: Path, preset: str
 ) -> None:
-    more = ["--run.num_steps", "16", "--train.learning_rate", "1e-2", "--train.max_gradient_norm", "1.0"]
+    more = ["--run.num_steps", "10", "--train.learning_rate", "2e-2", "--train.max_gradient_norm", "1.0"]
     more += ["--distillation.top_k", "128"] if preset == "verl_forward_kl" else []
     run = RunProcess(tmp_path, model_dir, *words(preset, {"url": teacher.url}), *more, environment=ASKED)
     assert run.wait() == 0, run.output()
