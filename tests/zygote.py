@@ -34,7 +34,7 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -133,6 +133,8 @@ _MODULES = (
     "transformers.models.auto.tokenization_auto",
     "tests.campaigns.task",
 )
+_IF_INSTALLED = ("redis",)
+"""Modules that are imported here where the interpreter has them."""
 
 
 def interpreter() -> str:
@@ -393,7 +395,7 @@ def main() -> Callable[[], None] | None:
             "MPLBACKEND": "Agg",
         }
     )
-    for name in sys.argv[2:] or _MODULES:
+    for name in sys.argv[2:] or (*_MODULES, *filter(importlib.util.find_spec, _IF_INSTALLED)):
         importlib.import_module(name)
     for name in _PROGRAMS:
         sys.modules.pop(name, None)
