@@ -140,15 +140,21 @@ def test_running_generations_span_an_inflight_save_and_the_answer_names_the_vers
 ) -> None:
     made = client.create_model(8)
     sampler = made.sampler(0, "inflight")
-    running = client.begin_sample(sampler, PROMPT, 1, params={"max_tokens": 4000, "seed": 5})
+    running = client.begin_sample(sampler, PROMPT, 1, params={"max_tokens": 1500, "seed": 5})
     wait_until(lambda: any(httpx.get(f"{url}/weight_version").json()["num_running"] for url in server.samplers()))
+    samplers = server.pids("server-")
+    assert len(samplers) == 2
+    for pid in samplers:  # however long training takes, the generation is not over when the weights come
+        os.kill(pid, signal.SIGSTOP)
     made.forward_backward([datum()])
     made.step(learning_rate=0.05)
+    for pid in samplers:
+        os.kill(pid, signal.SIGCONT)
     made.sampler(1, "inflight")
     (sequence,) = response_of(client.retrieve(running)).sequences
     spans = [(it.version, it.start, it.end) for it in sequence.version_spans]
-    assert len(tokens_of(sequence)) == 4000
-    assert spans[0][1] == 0 and spans[-1][2] == 4000
+    assert len(tokens_of(sequence)) == 1500
+    assert spans[0][1] == 0 and spans[-1][2] == 1500
     assert [it[0] for it in spans] == sorted(it[0] for it in spans)
     assert len(spans) == 2
     found = client.http.get(f"/inflight/sequences/{running['sample_sequence_ids'][0]}").json()["version_spans"]
