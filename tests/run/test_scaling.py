@@ -84,7 +84,7 @@ def _toml(value: Any) -> str:
 def test_a_run_starts_a_server_and_lets_it_go_and_its_items_add_up(start_run: Callable[..., RunProcess]) -> None:
     at = f"127.0.0.1:{reserved_port()}"
     # Four slots are too few for a step; with the other server's 512, most stand free.
-    scale = "{ most = 1, window_s = 2, wait_share = 0.05, free_share = 0.6, server = { max_concurrent = 512 } }"
+    scale = "{ most = 1, window_s = 1, wait_share = 0.05, free_share = 0.6, server = { max_concurrent = 512 } }"
     settings = ("--servers.attach.join", at, "--servers.count", "1", "--servers.max_concurrent", "4")
     run = start_run(*settings, "--servers.scaling", scale, "--run.num_steps", "100000", "--rollouts.max_lag", "1")
     run.wait_for_output("starting extra-1")
