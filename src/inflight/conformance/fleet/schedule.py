@@ -231,22 +231,33 @@ class _Schedule:
             self._loop.run(server.back(), self._testbed.start_s + _JUDGE_S)
         if all(server.is_gone for server in self._servers):
             return
-        trainer = max(self._trainers, key=lambda t: t.incarnation)
-        if trainer.second_rank is not None and trainer.second_rank.is_lost:
-            trainer.is_dead.set()
-        if trainer.publisher is None or trainer.is_dead.is_set() or trainer.is_fenced:
-            trainer = self._trainer(None if trainer.publisher is not None else 9)
-            if not trainer.connect(num_tries=5):
+        version = 1 + max(shade.version for shade in self.palette.shades)
+        # The first publish may meet a restarted server without a group, and the second then forms a new group; or it
+        # may notice that rank 1 has been lost, and the second then is that of a new trainer.
+        for _ in range(2):
+            trainer = self._living_trainer()
+            if trainer is None:
                 self._problems.append("no trainer can connect anymore")
                 return
-        trainer.gather_all()
-        version = 1 + max(shade.version for shade in self.palette.shades)
-        # The first publish may meet a restarted server without a group; the second then forms a new group.
-        if not any(trainer.publish(version, deadline_s=deadline_s, quorum_is_all=True) for _ in range(2)):
-            self._problems.append(f"no clean publish succeeds anymore: {trainer.published[-1].error}")
+            trainer.gather_all()
+            if trainer.publish(version, deadline_s=deadline_s, quorum_is_all=True):
+                break
+        assert trainer is not None
+        last = trainer.published[-1]
+        if last.error is not None:
+            self._problems.append(f"no clean publish succeeds anymore: {last.error}")
         self._compare(trainer, is_alone=True)
-        shade = trainer.published[-1].shade
-        self._problems += self._loop.run(judge.together(self._servers, shade), _JUDGE_S * self._testbed.scale)
+        self._problems += self._loop.run(judge.together(self._servers, last.shade), _JUDGE_S * self._testbed.scale)
+
+    def _living_trainer(self) -> FleetTrainer | None:
+        """Return the latest trainer, or one that takes its place if it has ended; None if that one cannot connect."""
+        latest = max(self._trainers, key=lambda t: t.incarnation)
+        if latest.second_rank is not None and latest.second_rank.is_lost:
+            latest.is_dead.set()
+        if latest.publisher is not None and not latest.is_dead.is_set() and not latest.is_fenced:
+            return latest
+        trainer = self._trainer(None if latest.publisher is not None else 9)
+        return trainer if trainer.connect(num_tries=5) else None
 
     def _end_clients(self) -> None:
         self._is_over.set()
