@@ -48,11 +48,13 @@ _ROOT = Path(__file__).parents[1]
 def wait_until(
     condition: Callable[[], object], what: Callable[[], str] | str = _NOT_MET, timeout_s: float = SOON_S
 ) -> None:
-    """Wait until a condition is true; fail with what was waited for if it never is."""
+    """Wait until a condition is true; fail with what was waited for if it never is. A condition that takes long to
+    find out, such as the answer of a server, is looked at less often.
+    """
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while (began := time.monotonic()) and not condition():
         assert time.monotonic() < deadline, what if isinstance(what, str) else what()
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(max(_LOOK_AGAIN_S, time.monotonic() - began))
 
 
 async def until(condition: Callable[[], Awaitable[object] | object], what: str = _NOT_MET) -> None:

@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -262,12 +261,7 @@ def test_a_pause_ends_when_the_process_of_the_dialect_is_killed(
     client.program.process.send_signal(signal.SIGCONT)
     client.post("/pause", mode="keep")
     client.program.process.kill()
-
-    def is_ready() -> bool:
-        time.sleep(0.05)  # each question costs both sides milliseconds of a processor
-        return weight_version(server).state == "ready"
-
-    wait_until(is_ready)
+    wait_until(lambda: weight_version(server).state == "ready")
     assert len(logprobs(server)) == 6
 
 
