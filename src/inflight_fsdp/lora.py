@@ -40,7 +40,7 @@ def lora_layout(name: str, parameter: torch.Tensor) -> Layout:
 
 
 def add_lora(causal_lm: Any, layers: Iterable[nn.Module], settings: LoraSettings, dtype: torch.dtype) -> None:
-    """Add an uninitialised LoRA to the target layers, and freeze all other parameters.
+    """Add an uninitialized LoRA to the target layers, and freeze all other parameters.
 
     ``layers`` are the decoder layers; only the linear layers in them can be targets. Raises `ConfigError` for targets
     that match no layer, and `UnsupportedError` for models that accept images.

@@ -137,7 +137,7 @@ class _Groups:
         if name == EMBEDDING and is_tied and self._ends is not None:
             return self._ends  # the first and the last stage both have the embedding
         if name.endswith(QK_NORMS):
-            return self._stage  # tensor-parallel ranks normalise their own heads
+            return self._stage  # tensor-parallel ranks normalize their own heads
         return self._data
 
 

@@ -156,7 +156,7 @@ def _row(
             shared = shared.padded(padding)
     each = len(token_ids_C) // num_ranks
     mine = slice(rank * each, (rank + 1) * each)
-    # If the batch is on a GPU and no prefixes are shared, only reading these indices synchronises with the GPU.
+    # If the batch is on a GPU and no prefixes are shared, only reading these indices synchronizes with the GPU.
     if num_ranks > 1:
         is_mine_N = (rows_N >= mine.start) & (rows_N < mine.stop)
         rows_N, targets_N = rows_N[is_mine_N] - mine.start, targets_N[is_mine_N]

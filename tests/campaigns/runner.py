@@ -323,15 +323,20 @@ class Disturbed:
         if was_killed and self._schedule.resumes_at_once:
             return
         deadline = time.monotonic() + (_GONE_S if was_killed else 1.0)
-        while (left := places.belongings(self._place)) and time.monotonic() < deadline:
+        while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        incarnation.left += left.values()
-        incarnation.left += [f"port {port} is listened on" for port in places.listening(self._sockets)]
+        incarnation.left += left
         if not was_killed:
             incarnation.left += [f"{path} is in shared memory" for path in sorted(self._shared) if Path(path).exists()]
             incarnation.left += [f"temporary file {path}" for path in sorted((self._place / "tmp").rglob("*"))]
         if left:
             self._kill_all()
+
+    def _left(self) -> list[str]:
+        """Return which processes are alive and which ports are open. A process whose first thread has ended counts as
+        dead, but its sockets are open until its other threads have ended too."""
+        ports = [f"port {port} is listened on" for port in places.listening(self._sockets)]
+        return [*places.belongings(self._place).values(), *ports]
 
     def _kill_all(self) -> None:
         for pid in places.belongings(self._place):

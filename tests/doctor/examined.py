@@ -20,7 +20,7 @@ CASES = [
     ("rounded head", 6, "bfloat16"),
     ("misrouted", 7, "the router"),
     ("crowded", 8, "the batch"),
-    ("quantised", 9, ""),
+    ("quantized", 9, ""),
     ("stamped at admission", 10, ""),
 ]
 """What is planted, the number of its cause, and a part of where it is."""

@@ -76,7 +76,7 @@ def started_elsewhere(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def quantise(model: Any) -> None:
+def quantize(model: Any) -> None:
     """Round the matrices of decoder layers to 15 levels for each output channel."""
     for layer in model.base_model.layers:
         for module in layer.modules():
@@ -85,10 +85,10 @@ def quantise(model: Any) -> None:
                 module.weight.copy_((module.weight / scale).round() * scale)
 
 
-def quantised(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def quantized(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     with torch.no_grad():
-        quantise(weights_of(endpoint))
-    return after_loading(quantise)(endpoint)
+        quantize(weights_of(endpoint))
+    return after_loading(quantize)(endpoint)
 
 
 def crowded(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -143,6 +143,6 @@ CAUSES: dict[str, Callable[[EmbeddedEndpoint], Any]] = {
     "rounded head": DISAGREEING["rounds logits"],
     "misrouted": misrouted,
     "crowded": crowded,
-    "quantised": quantised,
+    "quantized": quantized,
     "stamped at admission": mutant("version stamped at admission"),
 }

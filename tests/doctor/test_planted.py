@@ -57,7 +57,7 @@ def test_only_what_start_and_published_weights_both_show_raises_the_limits() -> 
 
 @pytest.mark.parametrize(
     ("cause", "is_accepted"),
-    [("none", True), ("rounded head", True), ("started elsewhere", False), ("quantised", False)],
+    [("none", True), ("rounded head", True), ("started elsewhere", False), ("quantized", False)],
 )
 def test_a_server_that_others_started_is_published_to_only_if_it_serves_the_checkpoint(
     cause: str, is_accepted: bool, models: dict[str, Path]

@@ -174,10 +174,10 @@ def test_it_is_a_source_of_weights_and_no_trainer() -> None:
 
 
 def test_weights_that_it_cannot_send_are_refused_by_name() -> None:
-    quantised = nn.Module()
-    quantised.register_buffer("packed", torch.zeros(2, dtype=torch.uint8))
+    quantized = nn.Module()
+    quantized.register_buffer("packed", torch.zeros(2, dtype=torch.uint8))
     with pytest.raises(UnsupportedError, match="packed has dtype uint8"):
-        ModuleWeights(quantised).parameter_specs()
+        ModuleWeights(quantized).parameter_specs()
     with pytest.raises(ConfigError, match=r"wire_dtype must be one of .* not 'int8'"):
         ModuleWeights(nn.Linear(2, 2), wire_dtype="int8")
 

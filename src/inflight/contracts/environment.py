@@ -34,7 +34,7 @@ class Task(Protocol):
 
 
 class Conversation(Protocol):
-    """One token stream of an episode. Sampled tokens are kept unchanged; only new text is tokenised."""
+    """One token stream of an episode. Sampled tokens are kept unchanged; only new text is tokenized."""
 
     @abstractmethod
     async def say(self, *messages: Message | str) -> Reply:

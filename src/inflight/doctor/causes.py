@@ -66,8 +66,8 @@ CAUSES = {
         ),
         Cause(
             9,
-            "the rollout is quantised",
-            "quantise the same values on both sides, and recompute the scales at every update",
+            "the rollout is quantized",
+            "quantize the same values on both sides, and recompute the scales at every update",
         ),
         Cause(
             10,
@@ -196,7 +196,7 @@ def _constant_difference(found: Examination) -> Iterator[Finding]:
     if found.two_levels is not None and found.two_levels.mean < same.same_weights.mean / 4:
         yield Finding(
             CAUSES[9],
-            f"{size}; with matrices of two values, which a quantisation represents exactly, by "
+            f"{size}; with matrices of two values, which a quantization represents exactly, by "
             f"{found.two_levels.mean:.3g}",
         )
         return

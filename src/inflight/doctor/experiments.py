@@ -80,7 +80,7 @@ class Examination:
     equal_experts: Figures | None = None
     """Differences with equal experts and a router of zeros in each layer, so that routing cannot matter."""
     two_levels: Figures | None = None
-    """Differences with matrices of two values, which every quantisation represents exactly."""
+    """Differences with matrices of two values, which every quantization represents exactly."""
     wrong_spans: str | None = None
     """What is wrong with the versions that tokens reported while weights changed (X12)."""
 
@@ -269,7 +269,7 @@ def _with_equal_experts(weights: ReferenceWeights) -> ReferenceWeights | None:
 def _with_two_levels(weights: ReferenceWeights) -> ReferenceWeights:
     """Return weights whose matrices in decoder layers only have the values c and -c, with c the mean absolute value.
 
-    A quantisation that scales by the largest value of a tensor, a channel or a block represents them exactly.
+    A quantization that scales by the largest value of a tensor, a channel or a block represents them exactly.
     """
     tensors = {
         name: torch.where(tensor >= 0, 1.0, -1.0).to(tensor.dtype) * tensor.abs().mean()

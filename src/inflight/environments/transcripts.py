@@ -1,4 +1,4 @@
-"""Conversations as token ids. Sampled tokens are kept unchanged; only new text is rendered and tokenised.
+"""Conversations as token ids. Sampled tokens are kept unchanged; only new text is rendered and tokenized.
 
 A chat template converts messages to text. As long as it renders the conversation so far exactly as it was sent and
 sampled, the next prompt consists of the ids so far, followed by the ids of the text that the template adds. If it would

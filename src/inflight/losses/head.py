@@ -196,7 +196,7 @@ class _Head(torch.autograd.Function):
         active_N = (grad_logprobs_NK != 0).any(1)
         if grad_entropy_N is not None:
             active_N |= grad_entropy_N != 0
-        # From here on N counts only targets with a gradient. Reading their number is the only GPU synchronisation.
+        # From here on N counts only targets with a gradient. Reading their number is the only GPU synchronization.
         rows_N = active_N.nonzero().squeeze(1)
         everything = len(rows_N) == len(active_N)
 

@@ -71,7 +71,7 @@ def check_arguments(
     inverse_N = 1 / temperature_N.to(dtype_of(hidden_NH))
     is_outside_N = (targets_N < 0) | (targets_N >= len(weight_VH))
     is_unusable_N = ~((inverse_N > 0) & inverse_N.isfinite())
-    if not (is_outside_N.any() | is_unusable_N.any()):  # one test, because it synchronises with a GPU
+    if not (is_outside_N.any() | is_unusable_N.any()):  # one test, because it synchronizes with a GPU
         return
     if is_outside_N.any():
         first = int(is_outside_N.nonzero()[0, 0])

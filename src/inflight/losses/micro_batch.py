@@ -296,7 +296,7 @@ def check_groups(batches: Sequence[MicroBatch], num_groups: int) -> None:
 def check_finite(rows_N: torch.Tensor, **values: torch.Tensor | None) -> None:
     """Raise `NonFiniteError` if a value [N] at a target is not finite; ``rows_N`` are the targets' packed tokens."""
     named = {name: values_N for name, values_N in values.items() if values_N is not None}
-    # One test for all, because it synchronises with a GPU.
+    # One test for all, because it synchronizes with a GPU.
     if not named or torch.stack([values_N.isfinite().all() for values_N in named.values()]).all():
         return
     for name, values_N in named.items():

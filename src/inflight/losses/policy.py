@@ -289,7 +289,7 @@ class PolicyLoss(Piece):
         student_top_TK: torch.Tensor | None = None,
     ) -> Targets:
         """Return the targets of a micro-batch."""
-        rows_N = self._mask(batch).nonzero().squeeze(1)  # once, because it synchronises with a GPU
+        rows_N = self._mask(batch).nonzero().squeeze(1)  # once, because it synchronizes with a GPU
 
         def take(values_T: torch.Tensor) -> torch.Tensor:
             return values_T.index_select(0, rows_N)

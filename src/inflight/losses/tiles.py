@@ -32,7 +32,7 @@ class Tiles:
         self._weight_VH = weight_VH
         self._bias_V = bias_V
         self._kept = kept
-        # Read once, not for each tile, because it synchronises with a GPU.
+        # Read once, not for each tile, because it synchronizes with a GPU.
         self._kept_offsets = [] if kept is None else kept.offsets.tolist()
         self._dtype = dtype_of(hidden_NH)
         self._inverse_N = 1 / temperature_N.to(self._dtype)

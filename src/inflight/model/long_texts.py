@@ -1,7 +1,7 @@
-"""Tokenising texts whose length clients choose, with memory proportional to the size of the context.
+"""Tokenizing texts whose length clients choose, with memory proportional to the size of the context.
 
 A tokenizer needs about a hundred bytes for each character and each token. A text that cannot fit is therefore refused
-before it is tokenised, and long texts are tokenised one at a time.
+before it is tokenized, and long texts are tokenized one at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from inflight.errors import ContextFullError
 
 LONG_TEXT = 16 * 1024
-"""Texts of up to this many characters are tokenised without being checked, because they need little memory."""
+"""Texts of up to this many characters are tokenized without being checked, because they need little memory."""
 _MOST_PER_TOKEN = 32
 """Largest average number of characters per token: prose has four, and code has fewer."""
 _SLACK = 64
@@ -23,7 +23,7 @@ _one_at_a_time = threading.Lock()
 def tokenise(tokenizer: Any, text: str, max_tokens: int | None, *, add_special_tokens: bool = False) -> list[int]:
     """Return the tokens of a text. Raises `ContextFullError` if it cannot fit in a context of ``max_tokens``.
 
-    A text that is only slightly too long is still tokenised. Blocks: call it in a thread if the text is long.
+    A text that is only slightly too long is still tokenized. Blocks: call it in a thread if the text is long.
     """
     if len(text) <= LONG_TEXT:
         return _ids(tokenizer, text, add_special_tokens)

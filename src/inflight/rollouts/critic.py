@@ -25,7 +25,7 @@ _PRIMES = (1_000_003, 998_244_353)
 
 
 class TurnCritic:
-    """Values of turns, learned online by normalised least mean squares (Nagumo and Noda 1967)."""
+    """Values of turns, learned online by normalized least mean squares (Nagumo and Noda 1967)."""
 
     def __init__(self, target: Target = "monte_carlo", discount: float = 1.0, rate: float = 0.2) -> None:
         self._target = target

@@ -145,7 +145,7 @@ MUTANTS = (
     ),
     Mutant("top-p ignored", "E-13", "Tokens outside the nucleus are sampled.", drawing_with(top_p=1.0)),
     Mutant(
-        "not renormalised",
+        "not renormalized",
         "E-13",
         "Logprobs are of the distribution before its filters.",
         drawing(reporting_unfiltered),

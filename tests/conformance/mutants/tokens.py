@@ -30,7 +30,7 @@ from tests.conformance.mutants.patches import (
 )
 
 
-def retokenised(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+def retokenized(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     tokenizer: Any = endpoint._chat.tokenizer
 
     def faulty(request: GenerateRequest) -> GenerateRequest:
@@ -193,7 +193,7 @@ def stops_checked_rarely(endpoint: EmbeddedEndpoint, hit: Any, sequence: Any) ->
 
 
 MUTANTS = (
-    Mutant("ids retokenised", "E-10", "Prompts pass through text: they are decoded and encoded again.", retokenised),
+    Mutant("ids retokenized", "E-10", "Prompts pass through text: they are decoded and encoded again.", retokenized),
     Mutant(
         "first token added",
         "E-10",

@@ -1,7 +1,7 @@
 """Applies temperature, top-k, top-p and min-p to a distribution whose logits are known only up to a tolerance.
 
 An engine in low precision may keep a token at the edge of a filter that the reference drops, which changes the
-normalisation of all kept tokens. A logprob therefore has bounds rather than a value.
+normalization of all kept tokens. A logprob therefore has bounds rather than a value.
 
 Shape suffixes: T tokens, V vocabulary.
 """

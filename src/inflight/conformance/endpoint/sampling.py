@@ -53,8 +53,8 @@ async def temperature(subject: EndpointSubject) -> None:
 
 @check("E-13", "model", deadline_s=60, look_at=_FILTERS)
 async def top_p(subject: EndpointSubject) -> None:
-    """Under top-p, no token outside the nucleus is sampled, and processed logprobs are renormalised over it."""
-    # Renormalising raises a kept token's logprob by at most -log(top_p). That must exceed the tolerance, or processed
+    """Under top-p, no token outside the nucleus is sampled, and processed logprobs are renormalized over it."""
+    # Renormalizing raises a kept token's logprob by at most -log(top_p). That must exceed the tolerance, or processed
     # and raw logprobs could not be distinguished.
     top_p = min(0.5, math.exp(-3 * subject.tolerance))
     await _require_sampled(subject, {"top_p": top_p}, {"top_p": top_p, "temperature": 1.5})

@@ -62,7 +62,7 @@ class SamplingSessions:
         shutil.rmtree(snapshots, ignore_errors=True)  # sampling sessions end with their server
         self._samplers: dict[str, _Sampler] = {}
         self._sampled: dict[tuple[str, int], tuple[str, list[str]]] = {}
-        """Request id and sequence ids of each numbered sample, so that a repeated request is recognised."""
+        """Request id and sequence ids of each numbered sample, so that a repeated request is recognized."""
         self._spans: OrderedDict[str, tuple[VersionSpan, ...]] = OrderedDict()
         """The version spans of each sequence that has been sampled, by the sequence's id."""
 

@@ -4,7 +4,7 @@ A step computes a sequence's last token and its draft. After each of these token
 without a draft: from the same distribution, with the random number of that position in the completion. The drawn tokens
 are kept up to and including the first that differs from the draft. This is rejection sampling (arXiv:2211.17192,
 algorithm 1) for a draft distribution that is a point mass: a drafted token x is accepted with probability p(x), and a
-token drawn in its place has the distribution p without x, renormalised. Since the random numbers belong to positions, a
+token drawn in its place has the distribution p without x, renormalized. Since the random numbers belong to positions, a
 seed yields the same tokens regardless of the drafts.
 """
 

@@ -1,4 +1,4 @@
-"""Tiny models: a byte-level tokenizer and a small transformer, randomly initialised and warm-started on a task.
+"""Tiny models: a byte-level tokenizer and a small transformer, randomly initialized and warm-started on a task.
 
 The warm start imitates demonstrations, some of which are wrong on purpose. Afterwards, the model's most likely
 completions are mostly right and its samples are mostly wrong, so there is something to reinforce.
@@ -67,7 +67,7 @@ def byte_tokenizer() -> Any:
 
 
 def create_tiny_model(shape: TinyShape, seed: int) -> Any:
-    """Return a randomly initialised model of a few hundred thousand parameters, float32 on the CPU."""
+    """Return a randomly initialized model of a few hundred thousand parameters, float32 on the CPU."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     families: dict[Family, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}

@@ -51,7 +51,7 @@ class TinyImageShape:
 
 
 def create_tiny_image_model(shape: TinyImageShape, seed: int) -> Any:
-    """Return a randomly initialised model in float32 on the CPU. A picture takes 16 tokens."""
+    """Return a randomly initialized model in float32 on the CPU. A picture takes 16 tokens."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     text = LlamaConfig(

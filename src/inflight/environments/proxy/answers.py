@@ -1,7 +1,7 @@
 """Answers to the proxy's clients: a request contains a history of messages, and its answer is a turn of one episode.
 
 If a request begins with the messages of a conversation, it continues that conversation; otherwise it starts a new one.
-An agent that edits or compacts its context therefore continues in a branch. Sampled text is never tokenised again.
+An agent that edits or compacts its context therefore continues in a branch. Sampled text is never tokenized again.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class Answers:
             raise InvalidRequestError(f"turn {request.turn!r} is not the id of an answer of this episode")
 
     async def _prepare(self, request: Request) -> _PreparedRequest:
-        """Return a request, rendered and tokenised in a thread; requests are prepared one after another."""
+        """Return a request, rendered and tokenized in a thread; requests are prepared one after another."""
         async with self._rendering:
             return await asyncio.to_thread(self._asked, request)
 

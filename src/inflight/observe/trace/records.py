@@ -72,7 +72,7 @@ class RecordManifest(StoredModel):
     """The checkpoint after the last step; None until the run has ended."""
     final_version: int | None = None
     lacks: tuple[str, ...] = ()
-    """Data that an imported record lacks: ``behaviour_logprobs``, or ``token_ids`` if text was tokenised again."""
+    """Data that an imported record lacks: ``behaviour_logprobs``, or ``token_ids`` if text was tokenized again."""
     notes: tuple[str, ...] = ()
     """Assumptions that were made during the import."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inflight.errors import FencedError
 
 _NUM_REMEMBERED = 256
-"""How many runs' incarnations are remembered, to recognise late calls."""
+"""How many runs' incarnations are remembered, to recognize late calls."""
 _NUM_REPORTED = 16
 """How many runs' incarnations are reported, so that a run that returns can begin a higher one."""
 

@@ -23,7 +23,7 @@ from inflight.weights.receive.incarnations import Incarnations
 from inflight.wire import BucketSpec, BucketTransfer, EndpointState, TensorSpec, UpdateRef, WeightUpdate
 
 _NUM_REMEMBERED = 256
-"""How many ended sessions are remembered, to recognise late calls."""
+"""How many ended sessions are remembered, to recognize late calls."""
 _RELEASED = "the endpoint's memory is released; call restore_memory to reacquire it"
 
 
