@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.errors import TaskError
 from inflight.rollouts.curriculum import Curriculum
 from inflight.rollouts.tasks import TaskSettings
-from inflight.run.sampling.scoring import ScoringPool
+from inflight.run.sampling.scoring import _HEAD, ScoringPool, _Answering
 from inflight.types import TaskItem
 from tests.gates import Gate
 
@@ -54,6 +56,14 @@ def test_a_process_scores_as_the_run_does_and_goes_on_after_an_exception(tmp_pat
             assert several == [REWARDS] * 20
 
     asyncio.run(score())
+
+
+def test_an_answer_that_is_ready_after_the_run_has_ended_is_dropped_without_a_traceback() -> None:
+    here, there = socket.socketpair()
+    task = TaskSettings(name="tests.run.tasks:count_letters").load(0)
+    with there:
+        here.close()
+        _Answering(there, task, byte_tokenizer()).answer_calls(io.BytesIO(_HEAD.pack(1, 0, 0, 0)), "in turn")
 
 
 @pytest.mark.exhaustive

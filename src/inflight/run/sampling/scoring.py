@@ -264,7 +264,7 @@ class _Answering:
 
     def _send(self, answer: Mapping[str, Any]) -> None:
         content = json.dumps(answer).encode()
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # a run that has ended needs no answer
             self._connection.sendall(_SIZE.pack(len(content)) + content)
 
 
