@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from functools import partial
 from typing import Any
 
 from benchmarks.sharded import LINK_MBIT
@@ -161,9 +162,9 @@ def weights_repeat_table() -> str:
     return "\n".join(lines)
 
 
-def chaos_table() -> str:
+def chaos_table(name: str = "chaos") -> str:
     """Return what came of a campaign of faults, by transport."""
-    figures = kept("chaos")
+    figures = kept(name)
     outcomes = sorted({it for counts in figures["outcomes"].values() for it in counts} - {"returned"})
     lines = [
         f"| transport | schedules | injected faults | publishes that returned | "
@@ -274,6 +275,7 @@ WEIGHT_TABLES = {
     "sharded": sharded_table,
     "sharded_overlap": sharded_overlap_table,
     "chaos": chaos_table,
+    "chaos_of_two_senders": partial(chaos_table, "chaos-senders"),
     "fleets_checked": fleets_checked_table,
     "fleet": fleet_table,
 }
