@@ -52,9 +52,11 @@ def wait_until(
     find out, such as the answer of a server, is looked at less often.
     """
     deadline = time.monotonic() + timeout_s
-    while (began := time.monotonic()) and not condition():
+    began = time.monotonic()
+    while not condition():
         assert time.monotonic() < deadline, what if isinstance(what, str) else what()
         time.sleep(max(_LOOK_AGAIN_S, time.monotonic() - began))
+        began = time.monotonic()
 
 
 async def until(condition: Callable[[], Awaitable[object] | object], what: str = _NOT_MET) -> None:

@@ -31,8 +31,10 @@ async def open_pair(
     start_s: float,
     report: Callable[[str], None],
 ) -> AsyncIterator[Pair]:
-    """Yield the pair of a target and a worker. However the block ends, a server at a URL then serves its checkpoint's
-    weights again; if that fails, ``report`` is told so.
+    """Yield the pair of a target and a worker.
+
+    However the block ends, the checkpoint's weights are then published to a server at a URL again. If the block has
+    raised and this fails too, ``report`` receives the reason, and the server keeps test weights.
 
     ``prompts`` and ``tokens`` are passed to `Pair`. Errors raised while opening the endpoint propagate.
     """
