@@ -9,6 +9,7 @@ import torch
 
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.loading import load_endpoint
+from inflight.wire import Capabilities
 
 
 def start(model: Path, fault: str) -> EmbeddedEndpoint:
@@ -53,9 +54,21 @@ def keeps_a_projection(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def takes_no_seeds(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Nothing differs, but requests cannot have seeds."""
+    known = endpoint.capabilities
+
+    async def capabilities() -> Capabilities:
+        return (await known()).model_copy(update={"seeds": False})
+
+    endpoint.capabilities = capabilities  # type: ignore[method-assign]
+    return endpoint
+
+
 FAULTS = {
     "none": lambda endpoint: endpoint,
     "layer scales": layer_scales,
+    "no seeds": takes_no_seeds,
     "loses an activation": loses_an_activation,
     "rounds logits": rounds_logits,
     "keeps a projection": keeps_a_projection,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from inflight.cli import main
 from inflight.conformance.models import make_tiny_model
+from inflight.conformance.parity.opening import open_pair
+from inflight.conformance.targets import EndpointTarget
 from tests.conformance.broken import require_no_crash
 from tests.zygote import python
 
@@ -66,6 +69,17 @@ def test_the_command_works_in_a_process_that_has_imported_nothing_of_the_kit(tmp
     ended = subprocess.run([python(), str(program), *words], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "They agree" in ended.stdout
+
+
+def test_first_tokens_of_equal_prompts_are_equal_where_requests_cannot_have_seeds(deep_model: Path) -> None:
+    """Different ones would count as a dependence on earlier tokens."""
+    target = EndpointTarget(factory=OWN, model=deep_model, options={"fault": "no seeds"})
+
+    async def first_tokens() -> list[tuple[int, float]]:
+        async with open_pair(target, {}, prompts=1, tokens=8, start_s=60.0, report=lambda _: None) as pair:
+            return await pair.first_logprobs([pair.subject.prompt()] * 12)
+
+    assert len(set(asyncio.run(first_tokens()))) == 1
 
 
 @pytest.mark.parametrize(

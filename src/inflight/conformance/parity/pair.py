@@ -100,8 +100,9 @@ class Pair:
         return _logprobs(logits_NV if rounded_to is None else logits_NV.to(rounded_to).float(), sampled)
 
     async def first_logprobs(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[int, float]]:
-        """Return the first token of each prompt's completion, sampled with the same seed, and its logprob."""
-        answers = [await self.subject.generate(prompt, max_tokens=1, seed=0) for prompt in prompts]
+        """Return the first token of each prompt's completion and its logprob; equal logits give the same token."""
+        same = self.subject.repeatable(0)
+        answers = [await self.subject.generate(prompt, max_tokens=1, **same) for prompt in prompts]
         return [(answer.token_ids[0], answer.logprobs[0]) for answer in answers]
 
     def close(self) -> None:
