@@ -147,7 +147,8 @@ def assembled(index: int, chunks: Sequence[CompletionChunk]) -> Completion:
         logprobs += chunk.logprobs
     reasons = [chunk.finish_reason for chunk in chunks]
     early = [i for i, reason in enumerate(reasons[:-1]) if reason is not None]
-    require(not early, f"chunk {shortened(early, 1)} of {len(chunks)} already has a finish reason")
+    words = f"only the last of {len(chunks)} chunks may have a finish reason"
+    require(not early, f"{words}, but these have one, counted from 0: {shortened(early, 3)}")
     require(reasons[-1] is not None, f"the last chunk of completion {index} has no finish reason")
     versions = [chunk.version for chunk in chunks for _ in chunk.token_ids]
     edges = [i for i in range(1, len(versions)) if versions[i] != versions[i - 1]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-from inflight.base.shortened import shortened
 from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import (
@@ -60,9 +59,8 @@ async def pauses_under_admission(subject: EndpointSubject) -> None:
         since = time.monotonic()
         await asyncio.sleep(2 * GRACE_S)
         late = [seconds - since for seconds in ended_at if seconds > since + GRACE_S]
-        require(
-            not late, f"pause {i}: {len(late)} requests were answered, {shortened(late, 1)} s after it was acknowledged"
-        )
+        words = f"{len(late)} requests were answered after pause {i} was acknowledged"
+        require(not late, f"{words}, the last one {max(late, default=0.0):.2g} s after it")
         if i % 2:
             await subject.publisher.complete(update, subject.reference.weights)
         else:
