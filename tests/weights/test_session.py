@@ -255,7 +255,7 @@ def test_a_run_that_returns_when_it_is_no_longer_reported_is_told_which_incarnat
         session.fence(f"other-{number}", 1)
     assert len(session.incarnations) == 16 and "a" not in session.incarnations
     for incarnation in (1, 2):  # a trainer that sees none of its run takes 1
-        with pytest.raises(FencedError, match=r"after at least 16 other runs, .* pass incarnation=3 to"):
+        with pytest.raises(FencedError, match=r"reports only its last 16 runs, .* pass incarnation=3 to"):
             session.fence("a", incarnation)
     assert session.owner == "other-15"
     session.fence("a", 3)

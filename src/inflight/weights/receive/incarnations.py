@@ -33,9 +33,9 @@ class Incarnations:
         highest = self.highest(run_id)
         if incarnation <= highest and highest > 0 and run_id not in self.reported():
             raise FencedError(
-                f"run {run_id!r} returns to this server after at least {_NUM_REPORTED} other runs, as incarnation "
-                f"{incarnation}, but its incarnation {highest} was here before, and only the last {_NUM_REPORTED} runs "
-                f"are reported. If this trainer was replaced, stop it; otherwise pass incarnation={highest + 1} to "
+                f"incarnation {incarnation} of run {run_id!r} is refused: this server remembers incarnation {highest}, "
+                f"but it reports only its last {_NUM_REPORTED} runs, and this run is no longer among them. If another "
+                f"trainer has replaced this one, stop this one; otherwise pass incarnation={highest + 1} to "
                 "WeightPublisher.connect, or restart the server"
             )
         if incarnation < highest:
