@@ -154,7 +154,7 @@ def ranks_change_nothing(subject: WorkerSubject) -> None:
     "that one forward stores for its backward and the next forward replaces"
 )
 def forwards_may_come_first(subject: WorkerSubject) -> None:
-    """Several forward passes may precede their backward passes, which may come in any order; the gradient is unchanged."""
+    """Backward passes may follow several forward passes, and in any order; the gradient is the same."""
     batches = [
         [make_batch((11, 6), seed=90 + rank), make_batch((3, 14), seed=95 + rank)] for rank in range(subject.data_size)
     ]
