@@ -25,9 +25,11 @@ _CPU_ARGUMENTS = (
     "--sampling-backend",
     "pytorch",
     "--mem-fraction-static",
-    "0.1",
+    "0.8",
     "--sleep-on-idle",  # otherwise it keeps a core busy
 )
+"""``--max-total-tokens`` limits the cache, so the share of memory only has to be large: SGLang refuses to start if all
+processes together allocate more than this share of the available memory while it loads the model."""
 _CPU_SEQUENCES = 64
 """Number of sequences that run concurrently on a CPU, unless the options specify another or the cache holds fewer."""
 _CPU_CACHE_BYTES = 2 << 30

@@ -312,6 +312,8 @@ def test_the_command_starts_a_server_that_inflight_attaches_to(tmp_path: Path) -
         "--disable-overlap-schedule",
     ):
         assert words in command
+    # Memory that other processes allocate while it starts counts towards this share.
+    assert float(command.partition("--mem-fraction-static ")[2].split()[0]) >= 0.5
     assert KIND.environment(options)["OMP_NUM_THREADS"] == "2"
     on_a_gpu = shlex.join(KIND.command(EngineOptions(model=tmp_path, device="cuda"), "0.0.0.0", 30000))
     assert "torch_native" not in on_a_gpu
