@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,7 +24,8 @@ from inflight.cli import main
 from inflight.contracts import EngineOptions
 from inflight.engines import launch
 from inflight.engines.launch import EngineProcess, start_engine, started
-from inflight.errors import ConfigError, EndpointError
+from inflight.engines.serving import until_described
+from inflight.errors import ConfigError, DeadlineError, EndpointError
 from inflight.http.client import HttpEndpoint
 from inflight.wire import GenerateRequest, SamplingParams
 from tests.engines.fake_engines import ENGINE_TOKEN, FAILING, SILENT, FakeKind, installed
@@ -93,6 +95,33 @@ def test_no_more_than_the_last_lines_are_quoted_and_all_are_kept() -> None:
     assert [line.strip() for line in quoted[1:]] == [f"line {i}" for i in range(80, 100)]
     log = Path(quoted[0].partition("the end of ")[2].removesuffix(":"))
     assert len(log.read_text().splitlines()) == 100
+
+
+class Slow:
+    """A healthy engine and its client, whose first ``num_unanswered`` calls get no answer."""
+
+    def __init__(self, num_unanswered: int) -> None:
+        self.num_unanswered = num_unanswered
+        self.calls: list[str] = []
+
+    async def wait_until_healthy(self, timeout_s: float, on_wait: Callable[[float], None]) -> None:
+        assert timeout_s > 0
+        self.calls.append("healthy")
+
+    async def capabilities(self) -> None:
+        self.calls.append("capabilities")
+        await asyncio.sleep(0.01)
+        if self.calls.count("capabilities") <= self.num_unanswered:
+            raise DeadlineError("GET /server_info received no answer within 30 s")
+
+
+def test_an_engine_that_answers_late_is_asked_again_until_the_start_timeout() -> None:
+    slow: Any = Slow(2)
+    asyncio.run(until_described(slow, slow, 60.0, lambda seconds: None))
+    assert slow.calls == ["healthy", "capabilities"] * 3
+    silent: Any = Slow(1_000_000)
+    with pytest.raises(DeadlineError, match="no answer within 30 s"):
+        asyncio.run(until_described(silent, silent, 0.1, lambda seconds: None))
 
 
 def test_an_engine_that_is_never_healthy_is_stopped_at_the_deadline(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from anyio.from_thread import start_blocking_portal
 
+from inflight.base.peak_memory import PeakMemory
 from inflight.base.tasks import run_in_background
 from inflight.base.text_tables import align_columns
 from inflight.base.unknown_names import unknown_name
@@ -74,6 +75,8 @@ class TransportResult:
     limit_s: Spread
     copy_s: Spread
     """The time of one copy of the same bytes in memory."""
+    grown_bytes: int
+    """How much the memory of the publishing process grew at its peak, memory shared with the server included."""
 
     @property
     def gb_per_s(self) -> float:
@@ -90,7 +93,7 @@ class TransportResult:
 
 
 def measure(
-    size_bytes: int,
+    subject: int | Path,
     transports: Sequence[str] = DEFAULT_TRANSPORTS,
     *,
     num_rounds: int = 5,
@@ -101,10 +104,12 @@ def measure(
     directory: Path | None = None,
     report_progress: Callable[[str], None] = lambda text: None,
 ) -> list[TransportResult]:
-    """Measure each transport with a model of about ``size_bytes``; ``report_progress`` receives progress lines.
+    """Measure each transport with a model; ``report_progress`` receives progress lines.
 
-    Both processes use ``num_threads`` threads; torch in this process keeps that setting. ``directory`` holds the model
-    and the files of the transport ``file``. Raises `ConfigError` for an unknown transport, and the errors of a publish.
+    ``subject`` is the directory of a checkpoint, or the approximate size in bytes of a random model to create. Both
+    processes use ``num_threads`` threads; torch in this process keeps that setting. ``directory`` holds the random
+    model and the files of the transport ``file``. Raises `ConfigError` for an unknown transport or a directory without
+    a model, and the errors of a publish.
     """
     torch.set_num_threads(num_threads)
     for transport in transports:
@@ -112,9 +117,13 @@ def measure(
             raise ConfigError(unknown_name("transport", transport, TRANSPORTS))
     with tempfile.TemporaryDirectory(dir=directory) as made:
         place = Path(made)
-        report_progress(f"making a model of {size_bytes / 1e6:,.0f} MB")
-        model = make_model(place / "model", size_bytes, dtype)
-        with serving(place / "model", place, dtype, num_threads) as server:
+        if isinstance(subject, Path):
+            path, model = subject, _loaded(subject, dtype)
+        else:
+            report_progress(f"making a model of {subject / 1e6:,.0f} MB")
+            path = place / "model"
+            model = make_model(path, subject, dtype)
+        with serving(path, place, dtype, num_threads) as server:
             results = []
             for transport in transports:
                 report_progress(f"{transport}: {num_rounds} idle and {num_rounds} busy publishes")
@@ -122,6 +131,16 @@ def measure(
                     _measure_transport(transport, server, model, place, num_rounds, num_requests, changed_share)
                 )
     return results
+
+
+def _loaded(path: Path, dtype: str) -> Any:
+    """Return the model of a checkpoint. Raises `ConfigError` if there is none."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} has no model that can be loaded: {error}") from error
 
 
 def _measure_transport(
@@ -139,6 +158,7 @@ def _measure_transport(
     copies = limits.copy_s(size_bytes, num_rounds)
     idle: list[PublishReport] = []
     busy: list[PublishReport] = []
+    memory = PeakMemory()
     with _publisher(transport, server, place / "store") as publisher:
         for i in range(2 * num_rounds + 2):
             is_busy = i > num_rounds
@@ -149,6 +169,7 @@ def _measure_transport(
             if i in (0, num_rounds + 1):
                 continue  # warm-up: the first publish touches new memory, the first busy one waits for the prompts
             (busy if is_busy else idle).append(report)
+    grown_bytes = memory.grown_bytes()
     _, after = _limit(transport, size_bytes, num_rounds, place)
     return TransportResult(
         transport=transport,
@@ -159,6 +180,7 @@ def _measure_transport(
         limit=limit,
         limit_s=_spread([*before, *after]),
         copy_s=_spread([*copies, *limits.copy_s(size_bytes, num_rounds)]),
+        grown_bytes=grown_bytes,
     )
 
 
@@ -187,6 +209,7 @@ def table(results: Sequence[TransportResult]) -> str:
             "GB/s": f"{result.gb_per_s:.2f}",
             "limit": f"{result.limit} {_ms(result.limit_s)}",
             "share": f"{100 * result.share_of_limit:.0f} %",
+            "memory": f"{result.grown_bytes / 1e6:,.0f} MB",
         }
         for result in results
     ]

@@ -21,11 +21,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weights",
         help="publish a model over each transport and print the duration of each part",
         epilog="Times are medians in milliseconds. 'limit' names the raw operation on the same bytes in the same run, "
-        "and 'share' is its time divided by the time of the publish.",
+        "and 'share' is its time divided by the time of the publish. 'memory' is how much the memory of the publishing "
+        "process grew at its peak, memory that it shares with the server included.",
     )
-    weights.add_argument(
-        "--sizes", default="64MB,1GB", metavar="SIZES", help="comma-separated model sizes (default: %(default)s)"
+    subject = weights.add_mutually_exclusive_group()
+    subject.add_argument(
+        "--sizes",
+        default="64MB,1GB",
+        metavar="SIZES",
+        help="comma-separated sizes of random models (default: %(default)s)",
     )
+    subject.add_argument("--model", type=Path, metavar="DIR", help="checkpoint to publish instead of random models")
     weights.add_argument(
         "--transports", default=None, metavar="TRANSPORTS", help="transports and encodings, such as gloo,shm,http+delta"
     )
@@ -105,10 +111,11 @@ def _measure_weights(arguments: argparse.Namespace) -> int:
     transports = DEFAULT_TRANSPORTS if names is None else tuple(names.split(","))
     require_at_least(arguments, rounds=1)
     check_writable({"json": arguments.json})
+    sizes = [parse_size_bytes(text) for text in arguments.sizes.split(",")]
     results = []
-    for size_bytes in [parse_size_bytes(text) for text in arguments.sizes.split(",")]:
+    for subject in sizes if arguments.model is None else [arguments.model]:
         measured = measure(
-            size_bytes,
+            subject,
             transports,
             num_rounds=arguments.rounds,
             num_requests=arguments.requests,

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -17,8 +18,8 @@ from inflight.base.addresses import is_loopback
 from inflight.base.progress import report_log_records
 from inflight.contracts import CountingEndpoint, EngineKind, EngineOptions, InferenceEndpoint
 from inflight.engines.factories import keyword_arguments, open_endpoint
-from inflight.engines.launch import start_engine
-from inflight.errors import ConfigError
+from inflight.engines.launch import EngineProcess, start_engine
+from inflight.errors import ConfigError, DeadlineError, UnreachableError
 from inflight.http.joining import JoinSettings
 from inflight.http.kinds import load_engine_kind
 from inflight.http.listening import bind
@@ -126,10 +127,8 @@ def _serve_process(
         )
 
         async def until_ready() -> None:
-            await engine.wait_until_healthy(
-                process.start_timeout_s, lambda seconds: note(f"waiting for {kind.name} ... {seconds:.0f} s")
-            )
-            await endpoint.capabilities()  # raises for an engine with unsuitable settings
+            report = partial(_report_waiting, note, kind.name)
+            await until_described(engine, endpoint, process.start_timeout_s, report)
 
         asyncio.run(
             serving(
@@ -140,6 +139,31 @@ def _serve_process(
                 while_serving=engine.watch,
             )
         )
+
+
+async def until_described(
+    engine: EngineProcess, endpoint: InferenceEndpoint, timeout_s: float, on_wait: Callable[[float], None]
+) -> None:
+    """Return once the engine is healthy and has reported its capabilities.
+
+    On a busy machine, an engine may become healthy long before it answers, so calls without an answer are repeated
+    until ``timeout_s``. Raises the errors of `EngineProcess.wait_until_healthy`, and those of ``capabilities()``, for
+    example for an engine with unsuitable settings.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        await engine.wait_until_healthy(deadline - time.monotonic(), on_wait)
+        try:
+            await endpoint.capabilities()
+        except (DeadlineError, UnreachableError):
+            if time.monotonic() >= deadline:
+                raise
+        else:
+            return
+
+
+def _report_waiting(note: Note, name: str, seconds: float) -> None:
+    note(f"waiting for {name} ... {seconds:.0f} s")
 
 
 def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
