@@ -186,12 +186,13 @@ def chaos_table(name: str = "chaos") -> str:
 def fleets_checked_table() -> str:
     """Return what `inflight check fleet` found over the servers of each engine."""
     lines = [
-        "| engine | schedules | injected faults | publishes | tokens | slowest publish | minutes | failed |",
-        "|---|---|---|---|---|---|---|---|",
+        "| engine | senders | schedules | injected faults | publishes | tokens | slowest publish | minutes | failed |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for figures in map(kept, ("chaos-vllm", "chaos-sglang")):
+    for figures in map(kept, ("chaos-vllm", "chaos-sglang", "chaos-vllm-senders", "chaos-sglang-senders")):
         lines.append(
-            f"| {figures['engine']} {figures['engine_version']} | {figures['num_schedules']:,} | "
+            f"| {figures['engine']} {figures['engine_version']} | {figures.get('num_senders', 1)} | "
+            f"{figures['num_schedules']:,} | "
             f"{figures['num_faults']:,} | {figures['num_publishes']:,} | {figures['num_tokens']:,} | "
             f"{figures['slowest_publish_s']:.1f} s | {figures['wall_s'] / 60:.0f} | **{len(figures['failed'])}** |"
         )
