@@ -224,6 +224,32 @@ def test_what_a_killed_engine_leaves_in_shared_memory_is_removed_and_nothing_els
         alike.unlink(missing_ok=True)
 
 
+LITTERING = """
+import os, pathlib, socket, sys, tempfile, time
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(os.path.join(tempfile.gettempdir(), 36 * "s"))  # as long as vLLM's
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(600)
+"""
+
+
+def test_temporary_files_of_an_engine_are_removed_however_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t-") as short:
+        monkeypatch.setenv("TMPDIR", short)
+        for at_once in (True, False):
+            ready, log = tmp_path / f"ready-{at_once}", tmp_path / f"log-{at_once}"
+            options = EngineOptions(model=Path("model"), arguments=(str(ready),))
+            engine = start_engine(FakeKind("littering", LITTERING), options, log=log)
+            wait_until(ready.exists)
+            assert len(list(Path(short).iterdir())) == 1
+            engine.stop(at_once=at_once)
+            assert list(Path(short).iterdir()) == []
+            assert Path(log.read_text().strip()).parent == Path(short)  # torch's cache is for later engines, too
+
+
 def test_an_engine_ends_when_the_process_that_stands_between_is_killed(tmp_path: Path) -> None:
     options = EngineOptions(model=Path("model"), arguments=(str(tmp_path / "pid"),))
     with start_engine(family("time.sleep(600)"), options, log=tmp_path / "log") as engine:

@@ -8,7 +8,9 @@ An engine starts processes of its own, and an owner that is killed cannot end th
 and the engine, and does nothing else: its input ends no matter how its owner ends. On Linux, it adopts descendants
 whose parent ended, so it loses track of none; if this process itself is killed, the command dies with it. Killed
 processes leave semaphores and shared memory behind; those that this process has seen in their memory maps are removed
-by name. It is run as a file and imports only the standard library, because it must start quickly and stay small.
+by name. vLLM leaves sockets and files in the temporary directory, however it ends; the command therefore gets a
+temporary directory of its own, which is removed at the end. This module is run as a file and imports only the standard
+library, because it must start quickly and stay small.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import ctypes
 import os
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from getpass import getuser
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,16 +38,35 @@ _SHARED = re.compile(r"/dev/shm/(?:sem\.mp-|psm_|sglang_loads_)[^/\s]+$", re.MUL
 """Semaphores and shared memory of Python's multiprocessing and of SGLang, as they appear in a process's memory maps."""
 
 
+_MAX_DIRECTORY_BYTES = 70
+"""Length of the longest temporary directory in which vLLM can bind its sockets, whose paths have at most 107 bytes."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Return the command's exit status, or 128 plus a signal's number, once none of its processes is left."""
     patience_s, command = float(arguments[0]), arguments[1:]
     asked_to_end: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, lambda number, _: asked_to_end.append(number))
+    temporary = _private_temporary_directory()
+    try:
+        return _run(patience_s, command, temporary, asked_to_end)
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _run(patience_s: float, command: Sequence[str], temporary: str | None, asked_to_end: Sequence[int]) -> int:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_die_with_parent).pid
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+            preexec_fn=_die_with_parent,
+            env={**os.environ, **_variables(temporary)},
+        ).pid
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
         return _NOT_FOUND
@@ -60,6 +83,29 @@ def main(arguments: Sequence[str]) -> int:
     _remove(shared)
     code = os.waitstatus_to_exitcode(status if status is not None else ended_with or 0)
     return code if code >= 0 else 128 - code
+
+
+def _private_temporary_directory() -> str | None:
+    """Create a directory in the user's temporary one, and return its path; None if that fails or it is too long."""
+    path = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"engine-{os.getpid()}-{time.time_ns() % 1000}")
+    if len(os.fsencode(path)) > _MAX_DIRECTORY_BYTES:
+        return None
+    try:
+        os.mkdir(path, 0o700)
+    except OSError:
+        return None
+    return path
+
+
+def _variables(temporary: str | None) -> dict[str, str]:
+    """Return variables that move temporary files to a directory, except torch's cache, which later engines reuse."""
+    if temporary is None:
+        return {}
+    try:
+        cache = os.path.join(os.path.dirname(temporary), f"torchinductor_{getuser()}")  # torch's default
+    except (KeyError, OSError):  # the user has no name
+        return {"TMPDIR": temporary}
+    return {"TMPDIR": temporary, "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)}
 
 
 def _die_with_parent() -> None:
