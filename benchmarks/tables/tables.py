@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.tables.backend_tables import backends_table
-from benchmarks.tables.campaign_table import campaign_table
+from benchmarks.tables.campaign_table import campaign_engines_table, campaign_table
 from benchmarks.tables.doctor_table import doctor_table
 from benchmarks.tables.kept import ROOT, kept, kept_rows, milliseconds
 from benchmarks.tables.messages_table import messages_table
@@ -536,6 +536,7 @@ TABLES = {
     **REPLAY_TABLES,
     **TINKER_TABLES,
     "campaign": campaign_table,
+    "campaign_engines": campaign_engines_table,
     "doctor": doctor_table,
     "presets": presets_table,
     "messages": messages_table,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaigns.campaign import play_all, results
+from tests.campaigns.engine import EngineChoice
 
 
 def main() -> int:
@@ -21,14 +22,21 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=300, help="disturbed runs (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first; the next has the next number")
     parser.add_argument("--only", type=int, metavar="SEED", help="play this one, tell everything, and keep its files")
-    parser.add_argument(
-        "--jobs", type=int, default=2 * (os.cpu_count() or 1), help="runs at a time (default: %(default)s)"
-    )
+    parser.add_argument("--jobs", type=int, help="runs at a time (default: two for each core, or one with an engine)")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), help="let a server of this engine take part")
+    parser.add_argument("--python", type=Path, help="the interpreter of the engine's environment")
+    parser.add_argument("--model", type=Path, help="a checkpoint, for runs with an engine (default: a tiny one)")
     parser.add_argument("--long", type=int, default=0, help="runs of 100 steps besides (default: %(default)s)")
     parser.add_argument("--plain-share", type=float, default=0.05, help="share that is started without the zygote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     parser.add_argument("--directory", type=Path, help="where runs are written (default: a temporary directory)")
     arguments = parser.parse_args()
+    engine = None
+    if arguments.engine is not None:
+        if arguments.python is None or arguments.long or (arguments.jobs or 1) > 1:
+            parser.error("--engine needs --python, one job at a time, and no --long")
+        engine = EngineChoice(arguments.engine, arguments.python.absolute(), arguments.model)
+    num_jobs = arguments.jobs or (2 * (os.cpu_count() or 1) if engine is None else 1)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clears away what it started, as Ctrl-C does
     parent = arguments.directory or Path(tempfile.mkdtemp(prefix="inflight-campaign-"))
     seeds = [arguments.only] if arguments.only is not None else range(arguments.seed, arguments.seed + arguments.runs)
@@ -36,13 +44,14 @@ def main() -> int:
 
     def note(entries: Sequence[dict[str, Any]]) -> None:
         if arguments.json is not None:
-            found = results(entries, time.monotonic() - started, arguments.jobs)
+            found = results(entries, time.monotonic() - started, num_jobs)
             arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
     played = play_all(
         seeds,
         parent.resolve(),
-        num_jobs=arguments.jobs,
+        num_jobs=num_jobs,
+        engine=engine,
         num_long=arguments.long,
         plain_share=arguments.plain_share,
         keeps=arguments.only is not None,

@@ -11,8 +11,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from tests.campaigns.engine import EngineChoice, live_engine
+from tests.campaigns.engine_schedule import draw_with_engine
 from tests.campaigns.judge import RULES, judge, logs
-from tests.campaigns.runner import ROOT, Disturbed, Record
+from tests.campaigns.runner import ROOT, Disturbed, Incarnation, Record
 from tests.campaigns.schedule import Schedule, draw
 from tests.zygote import zygote
 
@@ -30,6 +32,7 @@ def play_all(
     num_long: int = 0,
     plain_share: float = 0.0,
     keeps: bool = False,
+    engine: EngineChoice | None = None,
     tell: Callable[[str], None],
     note: Callable[[Sequence[dict[str, Any]]], None] = len,
 ) -> list[dict[str, Any]]:
@@ -41,21 +44,37 @@ def play_all(
     from tests.models import make_model
 
     parent.mkdir(parents=True, exist_ok=True)
-    model = make_model(parent / "model")
+    if engine is None:
+        model = make_model(parent / "model")
+    elif engine.model is None:
+        model = make_model(parent / "model", hidden_size=64, num_heads=2, num_kv_heads=1)  # engines need heads of 32
+    else:
+        model = engine.model.resolve()
+    release = None if engine is None else engine.version()
     long_seeds = range(_LONG_FROM, _LONG_FROM + num_long)
     schedules = [draw(seed, num_steps=_LONG_STEPS) for seed in long_seeds]
-    schedules += [
-        draw(seed, num_steps=_LONG_STEPS if seed >= _LONG_FROM else None, plain_share=plain_share) for seed in seeds
-    ]
+    schedules += [_draw(seed, engine, plain_share) for seed in seeds]
     entries = []
     started, lock, stopping = time.monotonic(), threading.Lock(), threading.Event()
-    with zygote(parent) as shim, ThreadPoolExecutor(num_jobs) as pool:
+    with (
+        live_engine(engine, model, parent / "engine") as live,
+        zygote(parent) as shim,
+        ThreadPoolExecutor(num_jobs) as pool,
+    ):
 
         def one(schedule: Schedule) -> dict[str, Any]:
-            disturbed = Disturbed(schedule, parent, model, sys.executable if schedule.is_plain else shim, stopping)
+            python = sys.executable if schedule.is_plain else shim
+            if live is not None:
+                live.wait_until_up()
+            engine_python = None if engine is None else engine.python
+            disturbed = Disturbed(schedule, parent, model, python, stopping, live, engine_python)
             try:
                 record = disturbed.play()
-                entry = entry_of(record, {} if record.skipped else judge(record))
+                if live is not None:
+                    record.engine_problem = live.wait_until_up()
+                entry = entry_of(record, {} if record.skipped else judge(record), release)
+                if live is not None and "engine" in entry["problems"]:
+                    live.replace()
             finally:
                 if not keeps:
                     disturbed.close()
@@ -86,11 +105,19 @@ def play_all(
     return sorted(entries, key=lambda entry: entry["seed"])
 
 
-def entry_of(record: Record, problems: dict[str, list[str]]) -> dict[str, Any]:
+def _draw(seed: int, engine: EngineChoice | None, plain_share: float) -> Schedule:
+    if engine is None:
+        return draw(seed, num_steps=_LONG_STEPS if seed >= _LONG_FROM else None, plain_share=plain_share)
+    is_large = engine.model is not None
+    return draw_with_engine(seed, engine.name, model=engine.model_name, is_large=is_large, plain_share=plain_share)
+
+
+def entry_of(record: Record, problems: dict[str, list[str]], release: str | None = None) -> dict[str, Any]:
     """Return what is kept of one run; of one that failed, its logs, too."""
     schedule = record.schedule
     entry: dict[str, Any] = {
         "seed": schedule.seed,
+        **_engine_of(schedule, release),
         "num_steps": schedule.num_steps,
         "overrides": schedule.overrides,
         "long_every": schedule.long_every,
@@ -107,6 +134,7 @@ def entry_of(record: Record, problems: dict[str, list[str]]) -> dict[str, Any]:
                 "to": incarnation.version,
                 "seconds": round(incarnation.seconds, 1),
                 "said": incarnation.last_line[:160] if incarnation.exit else "",
+                **({} if schedule.engine is None else _taking_part(incarnation)),
             }
             for incarnation in record.incarnations
         ],
@@ -118,12 +146,31 @@ def entry_of(record: Record, problems: dict[str, list[str]]) -> dict[str, Any]:
     return entry
 
 
+def _engine_of(schedule: Schedule, release: str | None) -> dict[str, Any]:
+    """Return the engine of a run, its release, and the model; nothing for a run of embedded servers."""
+    use = schedule.engine
+    if use is None:
+        return {}
+    form = "attached" if use.is_attached else "started"
+    return {"engine": use.name, "engine_version": release, "engine_form": form, "model": use.model}
+
+
+def _taking_part(incarnation: Incarnation) -> dict[str, Any]:
+    """Return how the engine took part in an incarnation."""
+    return {
+        "engine_groups": incarnation.num_engine_groups,
+        "engine_groups_since": incarnation.num_groups_since,
+        "engine_was_down": incarnation.was_engine_down,
+    }
+
+
 def results(entries: Sequence[dict[str, Any]], wall_s: float, num_jobs: int) -> dict[str, Any]:
     """Return entries with the machine and the versions beside them, as benchmarks/results keeps them."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     from results import record_of  # type: ignore[import-not-found]
 
     runs = sorted(entries, key=lambda entry: entry["seed"])
-    rows = {"rules": list(RULES), "wall_s": round(wall_s), "num_jobs": num_jobs, "runs": runs}
+    rules = [name for name in RULES if name != "engine" or any("engine" in run for run in runs)]
+    rows = {"rules": rules, "wall_s": round(wall_s), "num_jobs": num_jobs, "runs": runs}
     record: dict[str, Any] = record_of("campaign", rows)
     return record

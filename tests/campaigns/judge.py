@@ -9,6 +9,8 @@
   a message quotes of a child is indented); an incarnation that nothing strikes, or only what a run survives, ends well.
 - in time: no wait outlives the deadlines of the run.
 - nothing left: no process, port, shared memory, temporary or half-written file.
+- engine: in runs with a real engine, it sampled, and sampled again after it was struck, if the run lasted; versions and
+  lags of what was sampled are possible.
 """
 
 from __future__ import annotations
@@ -22,11 +24,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns.runner import GROUP_SIZE, KEEPS, Incarnation, Record
-from tests.campaigns.schedule import CONTROLLER, SERVERS
+from tests.campaigns.runner import PACED_AFTER, Incarnation, Record
+from tests.campaigns.schedule import CONTROLLER, ENGINE_PARTS, SERVERS, Schedule
+from tests.campaigns.settings import GROUP_SIZE, KEEPS
 
 _SCORED_REASONS = ("equal rewards", "stale")
 """Why an item is dropped after it was scored."""
+MAX_LAG = 8
+"""The setting of the quickstart."""
 
 
 def ledger(record: Record) -> list[str]:
@@ -144,7 +149,7 @@ def ends_clearly(record: Record) -> list[str]:
             problems.append(f"{name} ended with status {incarnation.exit}: {incarnation.said[-200:]}")
         if incarnation.exit == 1 and len(incarnation.last_line) < 20:
             problems.append(f"{name} ended with status 1 and says: {incarnation.said[-200:]!r}")
-        if incarnation.exit not in (0, -9, -15) and _has_to_survive(incarnation):
+        if incarnation.exit not in (0, -9, -15) and _has_to_survive(incarnation, record.schedule):
             struck = "; ".join(map(str, incarnation.strikes)) or "nothing"
             problems.append(
                 f"{name} ended with status {incarnation.exit} after {struck}: {incarnation.last_line[:300]}"
@@ -179,6 +184,33 @@ def nothing_left(record: Record) -> list[str]:
     return problems
 
 
+def engine(record: Record) -> list[str]:
+    if record.schedule.engine is None:
+        return []
+    problems = [] if record.engine_problem is None else [record.engine_problem]
+    for row in _rows(record):
+        ages = [int(age) for age in row["completions_by_age"]]
+        lags = [row["lag_mean"], row["lag_max"], *ages]
+        if not all(0 <= lag <= MAX_LAG for lag in lags if lag is not None):
+            problems.append(f"step {row['version']} trained on lags {lags}")
+    for group in _groups(record):
+        if not 0 <= group["oldest"] <= group["newest"] <= record.schedule.num_steps:
+            problems.append(f"versions {group['oldest']} to {group['newest']} sampled item {group['item']}")
+    for incarnation in record.incarnations:
+        name = f"incarnation {incarnation.index}"
+        was_struck = any(strike.target in record.schedule.engine_targets for strike in incarnation.strikes)
+        had_to_sample = not was_struck and not incarnation.was_engine_down
+        if incarnation.exit != 0 or incarnation.version < incarnation.resumed_version + PACED_AFTER + 1:
+            continue
+        if had_to_sample and incarnation.num_engine_groups == 0:
+            problems.append(f"{name}: the engine sampled nothing, although nothing struck it")
+        elif incarnation.engine_up_s > record.schedule.deadlines.back_s and incarnation.num_groups_since == 0:
+            problems.append(
+                f"{name}: the engine was healthy for {incarnation.engine_up_s:.0f} s, but did not sample again"
+            )
+    return problems
+
+
 RULES: dict[str, Callable[[Record], list[str]]] = {
     "ledger": ledger,
     "items": items,
@@ -187,6 +219,7 @@ RULES: dict[str, Callable[[Record], list[str]]] = {
     "ends clearly": ends_clearly,
     "in time": in_time,
     "nothing left": nothing_left,
+    "engine": engine,
 }
 
 
@@ -203,15 +236,19 @@ def judge(record: Record) -> dict[str, list[str]]:
     return found
 
 
-def _has_to_survive(incarnation: Incarnation) -> bool:
+def _has_to_survive(incarnation: Incarnation, schedule: Schedule) -> bool:
+    targets = schedule.engine_targets
     stopped = {
         strike.target
         for strike in incarnation.strikes
         if strike.target in SERVERS and strike.label == "SIGSTOP for good"
     }
+    if incarnation.was_engine_down or any(it.target in targets and it.is_outage for it in incarnation.strikes):
+        stopped.add("the engine")
     # A controller that is told to end may be told so while a server of its own starts; that ends it well, too.
     was_told = any(strike.target == CONTROLLER and strike.kind == "SIGTERM" for strike in incarnation.strikes)
-    starting = any(strike.target in SERVERS and strike.step < 0 for strike in incarnation.strikes)
+    started = (*SERVERS, *(() if schedule.engine is None or schedule.engine.is_attached else ENGINE_PARTS))
+    starting = any(strike.target in started and strike.step < 0 for strike in incarnation.strikes)
     return (
         all(strike.is_survivable for strike in incarnation.strikes)
         and len(stopped) < 2
@@ -237,6 +274,12 @@ def _rows(record: Record) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return rows
+
+
+def _groups(record: Record) -> list[dict[str, Any]]:
+    path = record.directory / "events.jsonl"
+    lines = path.read_text().split("\n") if path.exists() else []
+    return [json.loads(line) for line in lines if '"kind":"group"' in line and line.endswith("}")]
 
 
 def _torn(record: Record) -> str:

@@ -15,31 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.campaigns import places
-from tests.campaigns.schedule import (
-    CONTROLLER,
-    GENERATE_TIMEOUT_S,
-    PUBLISH_DEADLINE_S,
-    REWARD_TIMEOUT_S,
-    START_TIMEOUT_S,
-    STEP_TIMEOUT_S,
-    STOP_S,
-    Schedule,
-    Strike,
-)
+from tests.campaigns.engine import GroupsOfEngine, LiveEngine, engine_of_server
+from tests.campaigns.schedule import CONTROLLER, ENGINE_PARTS, ENGINE_SERVER, Schedule, Strike
+from tests.campaigns.settings import settings_of, urls_file
 
 ROOT = Path(__file__).parents[2]
-GROUP_SIZE = 4
-KEEPS = 2
+PACED_AFTER = 2
+"""After so many steps in which an engine has not sampled, although nothing struck it, rewards are delayed, too."""
 _DISK_MB = 16
 _POLL_S = 0.02
 _LOOK_EVERY_S = 0.5
-_QUIET_S = STEP_TIMEOUT_S + PUBLISH_DEADLINE_S + 2 * STOP_S + 20.0
-"""Longest time without a step, an end, or a strike: the longest deadlines in a row, and time for a busy machine."""
-_START_QUIET_S = START_TIMEOUT_S + PUBLISH_DEADLINE_S + 2 * STOP_S + 20.0
 _IMPORTS_S = 120.0
 """What plainly started processes of a busy machine may take to import everything, which no deadline counts."""
-_GONE_S = 2 * STOP_S + 5.0
-"""How long processes of a killed run may take to notice."""
 _BESIDE_S = 25.0
 
 
@@ -64,6 +51,14 @@ class Incarnation:
     """Whether it was killed at the end, after its controller was stopped for good."""
     left: list[str] = field(default_factory=list)
     """What was still there after it."""
+    was_engine_down: bool = False
+    """Whether the engine that it attaches to was down at some time."""
+    num_engine_groups: int = 0
+    """How many groups the engine sampled."""
+    num_groups_since: int = 0
+    """The same since the engine was last struck, or became healthy."""
+    engine_up_s: float = 0.0
+    """How long the engine was healthy, without a strike, until the end."""
 
     @property
     def last_line(self) -> str:
@@ -81,6 +76,8 @@ class Record:
     incarnations: list[Incarnation] = field(default_factory=list)
     seconds: float = 0.0
     skipped: str | None = None
+    engine_problem: str | None = None
+    """What was wrong with the campaign's engine after the run."""
 
     @property
     def directory(self) -> Path:
@@ -91,7 +88,16 @@ class Record:
 class Disturbed:
     """Plays a schedule in a place of its own below ``parent``; raises `KeyboardInterrupt` once ``stopping`` is set."""
 
-    def __init__(self, schedule: Schedule, parent: Path, model: Path, python: str, stopping: threading.Event) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        parent: Path,
+        model: Path,
+        python: str,
+        stopping: threading.Event,
+        engine: LiveEngine | None = None,
+        engine_python: Path | None = None,
+    ) -> None:
         self._schedule = schedule
         self._stopping = stopping
         self._model = model
@@ -105,6 +111,15 @@ class Disturbed:
         self._shared: set[str] = set()
         self._frozen: list[int] = []
         """Processes that were stopped for good."""
+        self._engine = engine if schedule.engine is not None and schedule.engine.is_attached else None
+        self._engine_python = engine_python
+        self._engine_server = "" if schedule.engine is None else f"server-1-{schedule.engine.name}"
+        """What the run calls its own server of the engine."""
+        self._groups = GroupsOfEngine(self.record.directory / "events.jsonl")
+        self._engine_since = 0.0
+        """Since when the engine has been healthy and not been struck."""
+        if self._engine is not None:
+            urls_file(self._place).write_text(f"{self._engine.url}\n")
 
     def play(self) -> Record:
         """Run, strike and resume until it is done, or until an incarnation that nothing struck does not end as it
@@ -153,9 +168,10 @@ class Disturbed:
         self._note(incarnation)
         output = self._place / "output.log"
         output.unlink(missing_ok=True)
+        self._groups.begin()
         controller = self._start(output, resume=(self.record.directory / "config.json").exists())
         self._frozen = []
-        started = moved = time.monotonic()
+        started = moved = self._engine_since = time.monotonic()
         reached = started
         looked, seen = 0.0, self._stat()
         step, undo = version if incarnation.index else -1, list[tuple[float, Any]]()
@@ -180,6 +196,9 @@ class Disturbed:
                     moved = now
                     self._look()
                     undone = self._strike(strike, incarnation, controller)
+                    if strike.target in self._schedule.engine_targets:
+                        self._groups.mark()
+                        self._engine_since = now + (strike.lasts_s or 0.0)
                     if undone is not None and strike.lasts_s is not None:
                         undo.append((now + strike.lasts_s, undone))
                     if incarnation.was_put_down:
@@ -191,13 +210,19 @@ class Disturbed:
             if now - looked > _LOOK_EVERY_S:
                 looked = now
                 self._look()
-            limit_s = _QUIET_S if has_begun else _START_QUIET_S + _IMPORTS_S * self._schedule.is_plain
+                if self._schedule.engine is not None:
+                    self._look_at_engine(incarnation, now)
+            deadlines = self._schedule.deadlines
+            imports_s = _IMPORTS_S * self._schedule.is_plain
+            limit_s = deadlines.quiet_s if has_begun else deadlines.start_quiet_s + imports_s
             if now - moved > limit_s:
                 incarnation.hang = f"nothing happened for {limit_s:.0f} s at version {step}, and the run did not end"
                 break
             time.sleep(_POLL_S)
         if incarnation.hang is not None:
             controller.kill()
+        if self._schedule.engine is not None:
+            self._look_at_engine(incarnation, time.monotonic())
         incarnation.exit = controller.wait(30.0)
         incarnation.seconds = time.monotonic() - started
         for _, undone in undo:
@@ -207,33 +232,7 @@ class Disturbed:
         return incarnation
 
     def _start(self, output: Path, *, resume: bool) -> subprocess.Popen[bytes]:
-        settings = {
-            "run.directory": str(self.record.directory),
-            "run.num_steps": str(self._schedule.num_steps),
-            "run.seed": str(self._schedule.seed),
-            "run.keep_checkpoints": str(KEEPS),
-            "run.start_timeout_s": f"{START_TIMEOUT_S:g}",
-            "run.step_timeout_s": f"{STEP_TIMEOUT_S:g}",
-            "run.save_timeout_s": f"{STEP_TIMEOUT_S:g}",
-            "model.path": str(self._model),
-            "task.name": "tests.campaigns.task:letters",
-            "task.params.control": str(self._place / "control"),
-            "task.params.long_every": str(self._schedule.long_every),
-            "task.reward_timeout_s": f"{REWARD_TIMEOUT_S:g}",
-            "sampling.group_size": str(GROUP_SIZE),
-            "sampling.max_tokens": "24",
-            "servers.count": "2",
-            "servers.max_concurrent": "16",
-            "updates.deadline_s": f"{PUBLISH_DEADLINE_S:g}",
-            "sampling.generate_timeout_s": f"{GENERATE_TIMEOUT_S:g}",
-            "train.num_ranks": "2",
-            "train.tokens_per_worker": "400",
-            "train.max_tokens_per_micro_batch": "512",
-            "train.learning_rate": "5e-3",
-            **self._schedule.overrides,
-        }
-        if settings["updates.transport"] == "file":
-            settings["updates.directory"] = str(self._place / "store")
+        settings = settings_of(self._schedule, self._place, self._model, self._engine_python)
         arguments = [part for name, value in settings.items() for part in (f"--{name}", value)]
         command = [self._python, "-m", "inflight", "train", str(ROOT / "examples" / "quickstart.toml"), *arguments]
         with output.open("wb") as file:
@@ -255,7 +254,18 @@ class Disturbed:
 
     def _is_there(self, strike: Strike) -> bool:
         """Return whether what is to be struck at the start has been started."""
-        return not strike.is_of_process or strike.target in places.processes(self._place)
+        return not strike.is_of_process or self._process_id(strike.target) is not None
+
+    def _process_id(self, target: str) -> int | None:
+        """Return the live process that a strike means."""
+        if target not in ENGINE_PARTS:
+            return places.processes(self._place).get(target)
+        if self._engine is not None:
+            return self._engine.process_ids().get(target)
+        server = places.processes(self._place).get(self._engine_server)
+        if server is None or target == ENGINE_SERVER:
+            return server
+        return engine_of_server(server).get(target)
 
     def _strike(self, strike: Strike, incarnation: Incarnation, controller: subprocess.Popen[bytes]) -> Any:
         """Strike; returns what undoes it, if that can be undone."""
@@ -272,7 +282,7 @@ class Disturbed:
             )
             file.touch()
             return lambda: file.unlink(missing_ok=True)
-        pid = places.processes(self._place).get(strike.target)
+        pid = self._process_id(strike.target)
         if pid is None:
             incarnation.strikes.remove(strike)
             incarnation.missed.append(strike)
@@ -280,6 +290,8 @@ class Disturbed:
         if strike.kind == "connections cut":
             places.cut_connections(pid)
             return None
+        if self._engine is not None and strike.target in ENGINE_PARTS and strike.kind == "SIGKILL":
+            self._engine.condemn()
         _signal(pid, getattr(signal, strike.kind))
         if strike.kind != "SIGSTOP":
             return None
@@ -312,7 +324,7 @@ class Disturbed:
 
     def _after(self, incarnation: Incarnation) -> None:
         """Look what is left once the controller is gone, and clear away what the campaign itself stopped for good."""
-        for name in ("slow", "raise", "hang"):
+        for name in ("slow", "raise", "hang", "wait"):
             (self._place / "control" / name).unlink(missing_ok=True)
         for name in ("disk", "store"):
             (self._place / name / "ballast").unlink(missing_ok=True)
@@ -320,9 +332,9 @@ class Disturbed:
         if was_killed:  # it could not stop its children: those that are stopped cannot see that it is gone
             for pid in self._frozen:
                 _signal(pid, signal.SIGKILL)
-        if was_killed and self._schedule.resumes_at_once:
+        if was_killed and (self._schedule.resumes_at_once or self._schedule.is_leased):
             return
-        deadline = time.monotonic() + (_GONE_S if was_killed else 1.0)
+        deadline = time.monotonic() + (self._schedule.deadlines.gone_s if was_killed else 1.0)
         while (left := self._left()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         incarnation.left += left
@@ -346,6 +358,34 @@ class Disturbed:
             time.sleep(_POLL_S)
 
     # ------------------------------------------------------------------------------------------------ what is seen
+
+    def _look_at_engine(self, incarnation: Incarnation, now: float) -> None:
+        """Note whether the engine takes part; until it does, rewards are delayed, so that the run lasts."""
+        if self._engine is not None:
+            self._groups.addresses.add(self._engine.address)
+            up_since = self._engine.up_since
+            is_up = up_since is not None
+            incarnation.was_engine_down |= not is_up
+            if up_since is not None and up_since > self._engine_since:
+                self._engine_since = up_since
+                self._groups.mark()
+        else:
+            with contextlib.suppress(OSError, ValueError):
+                ready = json.loads((self.record.directory / "logs" / f"{self._engine_server}.json").read_text())
+                self._groups.addresses.add(ready["url"])
+            is_up = self._engine_server in places.processes(self._place)
+        if not is_up or now < self._engine_since:
+            self._groups.mark()
+        incarnation.num_groups_since = self._groups.look()
+        incarnation.num_engine_groups = self._groups.num_groups
+        incarnation.engine_up_s = max(0.0, now - self._engine_since) if is_up else 0.0
+        wait = self._place / "control" / "wait"
+        is_late = incarnation.version >= incarnation.resumed_version + PACED_AFTER
+        was_struck = any(strike.target in self._schedule.engine_targets for strike in incarnation.strikes)
+        if incarnation.num_groups_since > 0:
+            wait.unlink(missing_ok=True)
+        elif (is_late or was_struck or incarnation.was_engine_down) and not wait.exists():
+            wait.touch()
 
     def _look(self) -> None:
         """Note which sockets and which shared memory the run holds."""

@@ -2,21 +2,66 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
 CONTROLLER = "controller"
 SERVERS = ("server-0", "server-1")
 RANKS = ("trainer-0", "trainer-1")
+ENGINE, ENGINE_CORE, ENGINE_SERVER = "engine", "engine core", "engine server"
+"""The process of an engine that serves HTTP, the one that samples (vLLM's EngineCore, SGLang's scheduler), and the
+``inflight serve`` in front of both, if the run has started the engine.
+"""
+ENGINE_PARTS = (ENGINE, ENGINE_CORE, ENGINE_SERVER)
 
-# Deadlines of a disturbed run, in seconds.
-GENERATE_TIMEOUT_S = 4.0
-PUBLISH_DEADLINE_S = 6.0
-REWARD_TIMEOUT_S = 5.0
-STEP_TIMEOUT_S = 25.0
-START_TIMEOUT_S = 60.0
-STOP_S = 10.0
+_STOP_S = 10.0
 """What `inflight.run.machines.processes` grants a child to end."""
+_BESIDE_S = 20.0
+"""Time for a busy machine, in addition to deadlines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Deadlines of a disturbed run, in seconds."""
+
+    generate_s: float = 4.0
+    publish_s: float = 6.0
+    reward_s: float = 5.0
+    step_s: float = 25.0
+    start_s: float = 60.0
+    gone_s: float = 2 * _STOP_S + 5.0
+    """How long processes of a killed run may take to notice."""
+    back_s: float = math.inf
+    """Within this time, an engine that is healthy again has to sample again, if the run lasts that long."""
+    outage_s: float = 0.0
+    """How long a run may have no server that answers, without being at fault."""
+
+    @property
+    def quiet_s(self) -> float:
+        """Longest time without a step, an end, or a strike: the longest deadlines in a row."""
+        return max(self.step_s, self.outage_s) + self.publish_s + 2 * _STOP_S + _BESIDE_S
+
+    @property
+    def start_quiet_s(self) -> float:
+        """The same until the first step."""
+        return self.start_s + self.publish_s + 2 * _STOP_S + _BESIDE_S
+
+
+EMBEDDED_DEADLINES = Deadlines()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUse:
+    """How a run uses a server of a real engine, in addition to one embedded server."""
+
+    name: str
+    is_attached: bool
+    """Whether the run attaches to the campaign's own server by its URL. Otherwise the run starts ``server-1``."""
+    model: str
+    deadlines: Deadlines
+    is_large: bool
+    """Whether the model is a real one, whose steps take seconds and whose checkpoints fill a small disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +86,7 @@ class Strike:
             return self.kind
         if self.lasts_s is None:
             return "SIGSTOP for good"
-        return "SIGSTOP past a deadline" if self.lasts_s > GENERATE_TIMEOUT_S else "SIGSTOP, then SIGCONT"
+        return "SIGSTOP past a deadline" if self.lasts_s > EMBEDDED_DEADLINES.generate_s else "SIGSTOP, then SIGCONT"
 
     @property
     def struck(self) -> str:
@@ -51,16 +96,21 @@ class Strike:
     @property
     def is_of_process(self) -> bool:
         """Whether a process is struck."""
-        return self.target in (CONTROLLER, *SERVERS, *RANKS)
+        return self.target in (CONTROLLER, *SERVERS, *RANKS, *ENGINE_PARTS)
 
     @property
     def is_survivable(self) -> bool:
         """Whether a run has to continue, if nothing else strikes but what is survivable, and one server stays."""
         if self.kind == "SIGSTOP" and self.target in RANKS:
-            return self.lasts_s is not None and self.lasts_s < PUBLISH_DEADLINE_S
+            return self.lasts_s is not None and self.lasts_s < EMBEDDED_DEADLINES.publish_s
         if self.kind == "SIGSTOP" and self.target == CONTROLLER:
             return self.lasts_s is not None
-        return self.target in SERVERS or self.kind == "slow rewards"
+        return self.target in (*SERVERS, *ENGINE_PARTS) or self.kind == "slow rewards"
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether what is struck does not answer for longer than a request may take."""
+        return self.kind in ("SIGKILL", "SIGTERM") or self.label in ("SIGSTOP for good", "SIGSTOP past a deadline")
 
     def __str__(self) -> str:
         lasts = "" if self.lasts_s is None else f" for {self.lasts_s:.1f} s"
@@ -83,11 +133,29 @@ class Schedule:
     """Whether it is resumed although processes of a killed run may still be ending."""
     is_plain: bool
     """Whether processes are started plainly, not forked from the zygote."""
+    engine: EngineUse | None = None
+    """The real engine that takes part; None: both servers are embedded."""
 
     @property
     def needs_disk(self) -> bool:
         """Whether it needs file systems of its own, which can be filled."""
         return any(strike.kind.startswith("full") for strike in self.strikes)
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return EMBEDDED_DEADLINES if self.engine is None else self.engine.deadlines
+
+    @property
+    def engine_targets(self) -> tuple[str, ...]:
+        """What of the run belongs to the engine."""
+        if self.engine is None:
+            return ()
+        return ENGINE_PARTS[:2] if self.engine.is_attached else ENGINE_PARTS
+
+    @property
+    def is_leased(self) -> bool:
+        """Whether the servers of a killed run keep running until it is resumed."""
+        return "servers.lease_s" in self.overrides
 
 
 def draw(seed: int, *, plain_share: float = 0.0, num_steps: int | None = None) -> Schedule:
@@ -95,19 +163,10 @@ def draw(seed: int, *, plain_share: float = 0.0, num_steps: int | None = None) -
     rng = random.Random(f"campaign {seed}")
     is_long = num_steps is not None
     steps = num_steps if num_steps is not None else rng.randint(6, 12)
-    transport = rng.choices(("gloo", "shm", "file", "http"), (5, 2, 2, 1))[0]
-    overrides = {
-        "updates.transport": transport,
-        "updates.in_flight": rng.choice(("keep", "recompute", "abort")),
-        "run.checkpoint_every_steps": str(10 if is_long else rng.randint(2, 4)),
-        "run.background_saves": rng.choice(("true", "false")),
-        "updates.staged": rng.choice(("true", "true", "false")),
-    }
-    if rng.random() < 0.2:
-        overrides["run.mode"] = "conventional"
+    transport, overrides = draw_overrides(rng, 10 if is_long else None)
     long_every = rng.choice((0, 0, 0, 7, 13))
     last = steps // 2 if is_long else steps - 2
-    strikes = [_strike(rng, last, transport) for _ in range(rng.choices((1, 2, 3), (4, 4, 2))[0])]
+    strikes = [draw_strike(rng, last, transport) for _ in range(rng.choices((1, 2, 3), (4, 4, 2))[0])]
     strikes.sort(key=lambda strike: strike.step)
     return Schedule(
         seed,
@@ -120,7 +179,30 @@ def draw(seed: int, *, plain_share: float = 0.0, num_steps: int | None = None) -
     )
 
 
-def _strike(rng: random.Random, last: int, transport: str) -> Strike:
+def draw_overrides(rng: random.Random, checkpoint_every: int | None) -> tuple[str, dict[str, str]]:
+    """Return the transport of a run, and the settings in which it differs from others."""
+    transport = rng.choices(("gloo", "shm", "file", "http"), (5, 2, 2, 1))[0]
+    overrides = {
+        "updates.transport": transport,
+        "updates.in_flight": rng.choice(("keep", "recompute", "abort")),
+        "run.checkpoint_every_steps": str(checkpoint_every or rng.randint(2, 4)),
+        "run.background_saves": rng.choice(("true", "false")),
+        "updates.staged": rng.choice(("true", "true", "false")),
+    }
+    if rng.random() < 0.2:
+        overrides["run.mode"] = "conventional"
+    return transport, overrides
+
+
+def draw_strike(
+    rng: random.Random,
+    last: int,
+    transport: str,
+    *,
+    servers: tuple[str, ...] = SERVERS,
+    long_s: tuple[float, float] = (7.0, 9.0),
+) -> Strike:
+    """Return a strike at most after step ``last``; ``long_s`` is how long a SIGSTOP lasts that is past a deadline."""
     step = -1 if rng.random() < 0.15 else rng.randint(0, last)
     delay_s = rng.uniform(0.0, 1.5) if step < 0 else rng.uniform(0.0, 0.4)
     kinds = ["SIGTERM", "SIGKILL", "SIGSTOP", "connections cut", "full disk", "slow rewards", "reward raises"]
@@ -136,9 +218,9 @@ def _strike(rng: random.Random, last: int, transport: str) -> Strike:
     if kind.startswith("reward"):
         return Strike(kind, "reward", step, delay_s)
     if kind == "connections cut":
-        return Strike(kind, rng.choice((*SERVERS, *SERVERS, *RANKS)), step, delay_s)
-    target = rng.choice((CONTROLLER, *SERVERS, *RANKS))
+        return Strike(kind, rng.choice((*servers, *servers, *RANKS)), step, delay_s)
+    target = rng.choice((CONTROLLER, *servers, *RANKS))
     if kind != "SIGSTOP":
         return Strike(kind, target, step, delay_s)
-    lasts_s = rng.choices((rng.uniform(0.2, 1.5), rng.uniform(7.0, 9.0), None), (5, 2, 2))[0]
+    lasts_s = rng.choices((rng.uniform(0.2, 1.5), rng.uniform(*long_s), None), (5, 2, 2))[0]
     return Strike(kind, target, step, delay_s, lasts_s)

@@ -14,6 +14,7 @@ from inflight.types import TaskItem
 
 _LONG = 4000
 """Characters of a prompt that no server takes."""
+_WAIT_S = 4.0
 
 
 class RewardError(Exception):
@@ -24,7 +25,7 @@ class Letters:
     """Rewards letters among the characters of a completion. Every ``long_every``-th prompt is overlong.
 
     Struck by files in ``control``: ``raise`` and ``hang`` are consumed by the next score, ``slow`` holds while it is
-    there.
+    there, and so does ``wait`` the first score of an item, for longer but only until it is removed.
     """
 
     name = "letters"
@@ -32,6 +33,7 @@ class Letters:
     def __init__(self, control: Path, long_every: int) -> None:
         self._control = control
         self._long_every = long_every
+        self._waited = set[int]()
         self._record = os.open(control / "record.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def item(self, index: int) -> TaskItem:
@@ -42,6 +44,10 @@ class Letters:
     def score(self, item: TaskItem, completion: str) -> float:
         if (self._control / "slow").exists():
             time.sleep(0.15)
+        deadline = time.monotonic() + (0.0 if item.index in self._waited else _WAIT_S)
+        self._waited.add(item.index)
+        while (self._control / "wait").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
         if self._consume("raise"):
             raise RewardError("the campaign strikes")
         if self._consume("hang"):

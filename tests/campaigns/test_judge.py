@@ -7,8 +7,9 @@ import json
 import pytest
 
 from tests.campaigns.judge import judge
-from tests.campaigns.runner import GROUP_SIZE, Incarnation, Record
+from tests.campaigns.runner import Incarnation, Record
 from tests.campaigns.schedule import Schedule, Strike, draw
+from tests.campaigns.settings import GROUP_SIZE
 
 NUM_STEPS = 6
 KILLED = Strike("SIGKILL", "controller", 3, 0.1)
