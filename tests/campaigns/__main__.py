@@ -1,4 +1,7 @@
-"""The command: ``python -m tests.campaigns --runs 300 --seed 0 --jobs 4 --json FILE``."""
+"""Disturbed runs: ``python -m tests.campaigns --runs 300 --seed 0 --jobs 4 --json FILE``.
+
+With a real engine: ``python -m tests.campaigns --engine vllm --python ENVIRONMENT/bin/python --runs 100 --json FILE``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.campaigns.campaign import play_all, results
+from tests.campaigns.campaign import combine, play_all, results
 from tests.campaigns.engine import EngineChoice
 
 
@@ -29,8 +32,13 @@ def main() -> int:
     parser.add_argument("--long", type=int, default=0, help="runs of 100 steps besides (default: %(default)s)")
     parser.add_argument("--plain-share", type=float, default=0.05, help="share that is started without the zygote")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser.add_argument("--combine", type=Path, nargs="+", metavar="FILE", help="play none: join these results")
     parser.add_argument("--directory", type=Path, help="where runs are written (default: a temporary directory)")
     arguments = parser.parse_args()
+    if arguments.combine:
+        joined = combine([json.loads(path.read_text()) for path in arguments.combine])
+        arguments.json.write_text(json.dumps(joined, indent=1) + "\n")
+        return 0
     engine = None
     if arguments.engine is not None:
         if arguments.python is None or arguments.long or (arguments.jobs or 1) > 1:

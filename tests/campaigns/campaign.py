@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 import threading
 import time
@@ -22,6 +24,8 @@ _LONG_STEPS = 100
 _LONG_FROM = 1_000_000
 """Seeds of long runs begin here."""
 _TAIL = 30
+_PATH = re.compile(r"(?<![:/\w])(?:/[\w.+-]+){2,}")
+"""An absolute path in a message; URLs are none."""
 
 
 def play_all(
@@ -174,3 +178,20 @@ def results(entries: Sequence[dict[str, Any]], wall_s: float, num_jobs: int) -> 
     rows = {"rules": rules, "wall_s": round(wall_s), "num_jobs": num_jobs, "runs": runs}
     record: dict[str, Any] = record_of("campaign", rows)
     return record
+
+
+def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the results of several campaigns as one, without what the runs printed and without paths."""
+    runs = [
+        {name: value for name, value in run.items() if name not in ("outputs", "logs")}
+        for record in records
+        for run in record["rows"]["runs"]
+    ]
+    rows = {
+        "rules": records[0]["rows"]["rules"],
+        "wall_s": sum(record["rows"]["wall_s"] for record in records),
+        "num_jobs": max(record["rows"]["num_jobs"] for record in records),
+        "runs": runs,
+    }
+    shown: dict[str, Any] = json.loads(_PATH.sub("...", json.dumps({**records[0], "rows": rows})))
+    return shown

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from inflight.contracts import EngineOptions
+from inflight.contracts import EngineKind, EngineOptions
 from inflight.engines.launch import EngineProcess, start_engine
 from inflight.engines.process_tree import dead_part, vital_parts
 from inflight.errors import EndpointError
@@ -55,11 +55,10 @@ class EngineChoice:
 class LiveEngine:
     """A server on a port of its own. It is started again there whenever a part of it has died, as by an operator."""
 
-    def __init__(self, choice: EngineChoice, model: Path, directory: Path) -> None:
-        self._kind = load_engine_kind(choice.name)
-        dtype = "float32" if choice.model is None else "bfloat16"
-        self._options = EngineOptions(model=model, dtype=dtype, threads=1, max_concurrent=16, max_model_len=1024)
-        self._python = str(choice.python)
+    def __init__(self, kind: EngineKind, options: EngineOptions, python: str, directory: Path) -> None:
+        self._kind = kind
+        self._options = options
+        self._python = python
         self._directory = directory
         self._port = 0
         self._process: EngineProcess | None = None
@@ -202,7 +201,9 @@ def live_engine(choice: EngineChoice | None, model: Path, directory: Path) -> It
         yield None
         return
     directory.mkdir(parents=True, exist_ok=True)
-    engine = LiveEngine(choice, model, directory)
+    dtype = "float32" if choice.model is None else "bfloat16"
+    options = EngineOptions(model=model, dtype=dtype, threads=1, max_concurrent=16, max_model_len=1024)
+    engine = LiveEngine(load_engine_kind(choice.name), options, str(choice.python), directory)
     try:
         yield engine
     finally:
