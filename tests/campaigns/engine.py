@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import random
+import socket
 import subprocess
 import threading
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 from inflight.contracts import EngineKind, EngineOptions
 from inflight.engines.launch import EngineProcess, start_engine
 from inflight.engines.process_tree import dead_part, vital_parts
-from inflight.errors import EndpointError
+from inflight.errors import InflightError
 from inflight.http.kinds import load_engine_kind
 from tests.campaigns.schedule import ENGINE, ENGINE_CORE
 
@@ -60,7 +62,7 @@ class LiveEngine:
         self._options = options
         self._python = python
         self._directory = directory
-        self._port = 0
+        self._port = _lasting_port()
         self._process: EngineProcess | None = None
         self._first = 0
         self._changed = threading.Condition()
@@ -136,19 +138,19 @@ class LiveEngine:
         failures = 0
         while not self._is_closing:
             log = self._directory / f"engine-{self.num_starts}.log"
-            with self._changed:
-                process = self._process = start_engine(
-                    self._kind, self._options, python=self._python, port=self._port, log=log
-                )
-            if self._is_closing:
-                process.stop(at_once=True)
-                return
-            self._port = int(process.url.rpartition(":")[2])
             self.num_starts += 1
             try:
+                with self._changed:
+                    process = self._process = start_engine(
+                        self._kind, self._options, python=self._python, port=self._port, log=log
+                    )
+                if self._is_closing:
+                    process.stop(at_once=True)
+                    return
                 asyncio.run(process.wait_until_healthy(_START_S))
-            except EndpointError as error:
-                process.stop(at_once=True)
+            except InflightError as error:
+                if self._process is not None:
+                    self._process.stop(at_once=True)
                 failures += 1
                 if failures == _MAX_STARTS_IN_A_ROW:
                     with self._changed:
@@ -166,6 +168,16 @@ class LiveEngine:
             with self._changed:
                 self.up_since = None
             process.stop(at_once=True)
+
+
+def _lasting_port() -> int:
+    """Return a free port that no outgoing connection takes while the engine is down, as an operator chooses one."""
+    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    while True:
+        port = random.randrange(first - 12000, first)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def engine_parts(supervisor: int) -> dict[str, int]:

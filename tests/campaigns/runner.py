@@ -20,7 +20,7 @@ from tests.campaigns.schedule import CONTROLLER, ENGINE_PARTS, ENGINE_SERVER, Sc
 from tests.campaigns.settings import settings_of, urls_file
 
 ROOT = Path(__file__).parents[2]
-PACED_AFTER = 2
+PACED_AFTER = 1
 """After so many steps in which an engine has not sampled, although nothing struck it, rewards are delayed, too."""
 _DISK_MB = 16
 _POLL_S = 0.02
