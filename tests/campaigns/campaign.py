@@ -104,6 +104,8 @@ def play_all(
                 future.result()
         except BaseException:
             stopping.set()
+            if live is not None:
+                live.close()
             pool.shutdown(cancel_futures=True)
             raise
     return sorted(entries, key=lambda entry: entry["seed"])

@@ -95,15 +95,24 @@ class LiveEngine:
             self.up_since = None
 
     def wait_until_up(self) -> str | None:
-        """Wait until it answers health checks. One that does not is started again; returns what was wrong with it."""
+        """Wait until it answers health checks. One that does not is started again; returns what was wrong with it.
+
+        Raises `KeyboardInterrupt` once it is being closed, and `RuntimeError` if it cannot be started.
+        """
         problem = None
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.up_since is not None or self._failure is not None, _START_S)
+                self._changed.wait_for(
+                    lambda: self.up_since is not None or self._failure is not None or self._is_closing, _START_S
+                )
+                if self._is_closing:
+                    raise KeyboardInterrupt
                 if self.up_since is None:
                     raise RuntimeError(f"the engine does not start: {self._failure}")
             if self._answers():
                 return problem
+            if self._is_closing:
+                continue
             problem = f"the engine did not answer for {_ANSWER_S:.0f} s after the run, and was started again"
             self.replace()
 
@@ -118,13 +127,14 @@ class LiveEngine:
         """End it, and all that came of it."""
         self._is_closing = True
         with self._changed:
+            self._changed.notify_all()
             if self._process is not None:
                 self._process.stop(at_once=True)
         self._operator.join(60.0)
 
     def _answers(self) -> bool:
         deadline = time.monotonic() + _ANSWER_S
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and not self._is_closing:
             with (
                 contextlib.suppress(OSError),
                 urllib.request.urlopen(self.address + self._kind.health_path, timeout=10.0) as answer,

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -299,5 +300,8 @@ def test_an_engine_is_closed_while_it_starts(tmp_path):
     program = "import time; time.sleep(600)"
     engine = LiveEngine(FakeKind("slow", program), EngineOptions(model=Path("model")), sys.executable, tmp_path)
     wait_until(lambda: engine.num_starts == 1)
-    engine.close()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(engine.wait_until_up)
+        engine.close()
+        assert isinstance(waiting.exception(SOON_S), KeyboardInterrupt)
     assert engine.up_since is None
