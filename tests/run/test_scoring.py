@@ -66,6 +66,15 @@ def test_an_answer_that_is_ready_after_the_run_has_ended_is_dropped_without_a_tr
         _Answering(there, task, byte_tokenizer()).answer_calls(io.BytesIO(_HEAD.pack(1, 0, 0, 0)), "in turn")
 
 
+def test_a_run_that_ends_before_it_has_read_every_answer_ends_the_process_without_a_traceback() -> None:
+    here, there = socket.socketpair()
+    task = TaskSettings(name="tests.run.tasks:count_letters").load(0)
+    with there, there.makefile("rb") as stream:
+        there.sendall(b"an answer")
+        here.close()  # with bytes that were not read, which resets the connection
+        _Answering(there, task, byte_tokenizer()).answer_calls(stream, "in turn")
+
+
 @pytest.mark.exhaustive
 def test_a_process_that_hangs_or_is_killed_is_replaced(tmp_path: Path) -> None:
     async def score() -> None:

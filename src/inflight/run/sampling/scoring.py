@@ -222,17 +222,25 @@ class _Answering:
 
     def answer_calls(self, stream: BinaryIO, how: How) -> None:
         self._send({"call": _READY})
-        while head := stream.read(_HEAD.size):
-            number, index, level, num_completions = _HEAD.unpack(head)
-            completions = None
-            if num_completions != _ITEM:
-                lengths = array("I", stream.read(4 * num_completions))
-                completions = [array("I", stream.read(4 * length)) for length in lengths]
-            call = (number, level, index, completions)
+        while (call := self._next_call(stream)) is not None:
             if how == "together":
-                threading.Thread(target=self._answer, args=call, daemon=True, name=f"item-{index}").start()
+                threading.Thread(target=self._answer, args=call, daemon=True, name=f"item-{call[2]}").start()
             else:
                 self._answer(*call)
+
+    def _next_call(self, stream: BinaryIO) -> tuple[int, int, int, list[array[int]] | None] | None:
+        """Return the number, level and item of the next call, and the completions to score; None if the run has ended.
+
+        A run that ends before it has read every answer resets the connection.
+        """
+        with contextlib.suppress(ConnectionResetError):
+            if head := stream.read(_HEAD.size):
+                number, index, level, num_completions = _HEAD.unpack(head)
+                if num_completions == _ITEM:
+                    return number, level, index, None
+                lengths = array("I", stream.read(4 * num_completions))
+                return number, level, index, [array("I", stream.read(4 * length)) for length in lengths]
+        return None
 
     def _answer(self, number: int, level: int, index: int, completions: Sequence[Sequence[int]] | None) -> None:
         """Answer one call. An exception of the task is sent as the answer."""
