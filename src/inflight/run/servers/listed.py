@@ -19,7 +19,9 @@ from inflight.run.servers.membership import FleetMembership
 _LOOK_AGAIN_S = 0.5
 """How often the list of servers is read."""
 _ASK_S = 2.0
-"""How long a newly listed server may take to answer, and the first pause before it is asked again."""
+"""How long a newly listed server may take to answer at first, and the first pause before it is asked again."""
+_MAX_ASK_S = 10.0
+"""How long it may take later: each time that it did not answer, it has twice as long, because it may be busy."""
 _MAX_PAUSE_S = 30.0
 
 
@@ -27,6 +29,7 @@ _MAX_PAUSE_S = 30.0
 class _Line:
     url: str
     backoff: Backoff = field(default_factory=lambda: Backoff(_ASK_S, _MAX_PAUSE_S))
+    patience_s: float = field(default_factory=lambda: _ASK_S)
     takes_part: bool = False
 
 
@@ -124,11 +127,13 @@ class ListedServers:
         """Let the server of a line take part, and return its name; None if it does not answer or cannot take part."""
         endpoint = self._membership.connect(line.url)
         try:
-            async with asyncio.timeout(_ASK_S):
+            async with asyncio.timeout(line.patience_s):
                 can = await self._membership.check(endpoint)
         except (TimeoutError, InflightError) as error:
             await endpoint.aclose()
-            why = str(error) or f"{endpoint.name} did not answer within {_ASK_S:g} s"
+            why = str(error) or f"{endpoint.name} did not answer within {line.patience_s:g} s"
+            if isinstance(error, TimeoutError):
+                line.patience_s = min(2 * line.patience_s, _MAX_ASK_S)
             self._note_once(f"a server of {self._where} cannot take part yet: {why}")
             line.backoff.next(time.monotonic())
             return None
