@@ -374,7 +374,7 @@ class Disturbed:
                 ready = json.loads((self.record.directory / "logs" / f"{self._engine_server}.json").read_text())
                 self._groups.addresses.add(ready["url"])
             is_up = self._engine_server in places.processes(self._place)
-        if not is_up or now < self._engine_since:
+        if now < self._engine_since or (self._engine is not None and not is_up):
             self._groups.mark()
         incarnation.num_groups_since = self._groups.look()
         incarnation.num_engine_groups = self._groups.num_groups
