@@ -25,6 +25,7 @@ from tests.campaigns.schedule import ENGINE, ENGINE_CORE
 _CORES = {"vllm": "VLLM::EngineCor", "sglang": "sglang::schedul"}
 """Titles of the processes that sample; the kernel keeps 15 characters."""
 _LOOK_S = 0.2
+_PAUSE_S = 1.0
 _START_S = 600.0
 _ANSWER_S = 90.0
 """How long an engine that nothing strikes may take to answer a health check on a busy machine."""
@@ -162,6 +163,7 @@ class LiveEngine:
                 if self._process is not None:
                     self._process.stop(at_once=True)
                 failures += 1
+                time.sleep(_PAUSE_S)
                 if failures == _MAX_STARTS_IN_A_ROW:
                     with self._changed:
                         self._failure = error

@@ -246,6 +246,7 @@ class Disturbed:
                     **os.environ,
                     "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
                     "TMPDIR": str(self._place / "tmp"),
+                    "TORCHINDUCTOR_CACHE_DIR": str(self._place.parent / "torch-cache"),  # engines compile, and keep it
                     "COLUMNS": "1000",
                     places.TAG: str(self._place),
                 },
