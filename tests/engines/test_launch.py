@@ -224,6 +224,40 @@ def test_what_a_killed_engine_leaves_in_shared_memory_is_removed_and_nothing_els
         alike.unlink(missing_ok=True)
 
 
+HEADLESS = """
+import ctypes, os, pathlib, platform, socket, subprocess, sys, threading, time
+path = pathlib.Path(sys.argv[2])
+if len(sys.argv) == 3:
+    subprocess.Popen([sys.executable, sys.argv[0], "0", str(path), "child"])
+    time.sleep(600)
+listener = socket.create_server(("127.0.0.1", 0))
+threading.Thread(target=time.sleep, args=(600,)).start()
+own = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+path.write_text(f"{os.getpid()} {own.pid} {listener.getsockname()[1]}")
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)  # ends this thread alone
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="no /proc")
+def test_a_process_whose_first_thread_has_ended_is_ended_with_its_children_before_the_engine_counts_as_stopped(
+    tmp_path: Path,
+) -> None:
+    program, ready = tmp_path / "headless.py", tmp_path / "ready"
+    program.write_text(HEADLESS)
+    starting = f"import runpy, sys; sys.argv[0] = {str(program)!r}; runpy.run_path({str(program)!r})"
+    options = EngineOptions(model=Path("model"), arguments=(str(ready),))
+    with start_engine(FakeKind("headless", starting), options):
+        wait_until(lambda: ready.exists() and len(ready.read_text().split()) == 3)
+        pid, own, port = map(int, ready.read_text().split())
+        wait_until(lambda: not is_alive(pid))  # which is what its state says
+        with socket.create_connection(("127.0.0.1", port)):
+            pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    assert not Path(f"/proc/{pid}").exists()
+    assert not is_alive(own)
+
+
 LITTERING = """
 import os, pathlib, socket, sys, tempfile, time
 listener = socket.socket(socket.AF_UNIX)

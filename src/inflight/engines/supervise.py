@@ -185,13 +185,17 @@ def _remove(shared: set[str]) -> None:
 
 
 def _live_processes() -> list[tuple[int, int]]:
-    """Return the process id and parent process id of every live process."""
+    """Return the process id and parent process id of every process that its parent has not reaped.
+
+    This includes zombies: a process becomes one when its first thread ends, but it keeps its sockets, and cannot be
+    reaped, until its other threads have ended, too.
+    """
     found = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat") as file:
                 state, parent = file.read().rpartition(")")[2].split()[:2]
-                if state not in "ZX":
+                if state != "X":
                     found.append((int(entry), int(parent)))
     return found
 
