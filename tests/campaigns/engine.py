@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
-import socket
 import subprocess
 import threading
 import time
@@ -63,7 +61,7 @@ class LiveEngine:
         self._options = options
         self._python = python
         self._directory = directory
-        self._port = _lasting_port()
+        self._port = 0
         self._process: EngineProcess | None = None
         self._first = 0
         self._changed = threading.Condition()
@@ -155,6 +153,7 @@ class LiveEngine:
                     process = self._process = start_engine(
                         self._kind, self._options, python=self._python, port=self._port, log=log
                     )
+                    self._port = int(process.url.rpartition(":")[2])
                 if self._is_closing:
                     process.stop(at_once=True)
                     return
@@ -180,16 +179,6 @@ class LiveEngine:
             with self._changed:
                 self.up_since = None
             process.stop(at_once=True)
-
-
-def _lasting_port() -> int:
-    """Return a free port that no outgoing connection takes while the engine is down, as an operator chooses one."""
-    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    while True:
-        port = random.randrange(first - 12000, first)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def engine_parts(supervisor: int) -> dict[str, int]:

@@ -151,6 +151,14 @@ def test_what_cannot_be_started_is_named(tmp_path: Path) -> None:
             start_engine(SILENT, NOTHING, port=port)
 
 
+@pytest.mark.skipif(not launch._ASSIGNED_PORTS.exists(), reason="no range of ports")
+def test_no_outgoing_connection_can_take_the_port_of_an_engine_that_is_starting() -> None:
+    assigned = int(launch._ASSIGNED_PORTS.read_text().split()[0])
+    for _ in range(3):
+        with start_engine(SILENT, NOTHING) as engine:
+            assert 1024 <= int(engine.url.rpartition(":")[2]) < assigned
+
+
 def test_an_engine_gets_its_own_variables_and_not_our_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
     program = "import os; print(os.environ['OF_THE_KIND'], os.environ.get('INFLIGHT_TOKEN'))"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import shutil
 import signal
 import socket
@@ -42,6 +43,9 @@ _PATIENCE_S = 10.0
 """How long, in seconds, an engine may take to end before it is killed. If a part of it has died, it has half a
 second.
 """
+_ASSIGNED_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_NUM_PORTS = 12_000
+_NUM_TRIED = 16
 _QUOTED_LINES = 20
 _QUOTED_WIDTH = 300
 
@@ -219,6 +223,20 @@ def start_engine(
     return EngineProcess(kind, process, f"http://{_HOST}:{port}", path, keeps_log=log is not None)
 
 
+def _lasting_ports() -> list[int]:
+    """Return a few ports that the system does not assign by itself; none if the system does not report its range.
+
+    An engine binds its port up to a minute after it was started. Until then, an outgoing connection of any process
+    could take a port that the system assigns.
+    """
+    try:
+        first = int(_ASSIGNED_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return []
+    below = range(max(1024, first - _NUM_PORTS), first)
+    return random.sample(below, min(_NUM_TRIED, len(below)))
+
+
 async def _status_of(client: BoundedClient, path: str, timeout_s: float) -> int:
     """Return the HTTP status of the response to a GET, or 0 if there is no response."""
     with contextlib.suppress(EndpointError):
@@ -241,6 +259,11 @@ def _interpreter(python: str | None) -> str:
 
 
 def _free_port(port: int) -> int:
+    """Return ``port`` if an engine can listen on it now; for 0, return a free one. Raises `ConfigError`."""
+    if not port:
+        for candidate in _lasting_ports():
+            with contextlib.suppress(ConfigError):
+                return _free_port(candidate)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
