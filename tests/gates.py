@@ -6,6 +6,7 @@ opens it. Gates are files, so that they hold other processes as well as threads 
 - `Gate` holds whatever calls `pass_through`, and tells who waits at it.
 - `StepGate` is a trainer that trains up to a version and waits there (``--train.trainer``).
 - `Brake` is a server that samples so slowly that a request cannot end (``--engine``), or an engine in this process.
+- `ReceiveGate` holds a server in the middle of receiving weights (``--engine``).
 - `StartGate` holds the start of a run's servers or trainers.
 
 Deadlines: what has been let go is waited for `SOON_S`, which a passing test never spends. What must not be waited for
@@ -257,6 +258,38 @@ class BrakedServer(ServerProcess):
         self.brake = Brake(directory / "brake")
         engine = ("--engine", f"{__name__}:braked")
         super().__init__(model, directory, *engine, *arguments, environment={BRAKE: str(self.brake.path)})
+
+
+RECEIVE_GATE = "INFLIGHT_TESTS_RECEIVE_GATE"
+"""Environment variable: the path of the gate of a server that `held_while_receiving` makes."""
+
+
+def held_while_receiving(model: Path, **options: Any) -> Any:
+    """Return the embedded endpoint, which passes a gate before each bucket of weights that it receives."""
+    import torch
+
+    from inflight.engines.embedded.loading import load_endpoint
+
+    torch.set_num_threads(options.pop("threads", 1))
+    endpoint: Any = load_endpoint(model, **options)
+    gate, receive = Gate(Path(os.environ[RECEIVE_GATE])), endpoint.receive_weights
+
+    async def receive_behind_gate(bucket: Any) -> None:
+        await asyncio.to_thread(gate.pass_through)
+        await receive(bucket)
+
+    endpoint.receive_weights = receive_behind_gate
+    return endpoint
+
+
+class GatedServer(ServerProcess):
+    """A server process that passes a gate before each bucket of weights that it receives."""
+
+    def __init__(self, model: Path, directory: Path, *arguments: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.gate = Gate(directory / "gate")
+        engine = ("--engine", f"{__name__}:held_while_receiving")
+        super().__init__(model, directory, *engine, *arguments, environment={RECEIVE_GATE: str(self.gate.path)})
 
 
 class StartGate(Gate):

@@ -63,7 +63,11 @@ class PartialWeightSource(WeightSource, Protocol):
 
 @runtime_checkable
 class ShardedWeightSource(WeightSource, Protocol):
-    """A source whose ranks can each send the boxes of tensors that they hold, instead of gathering them on rank 0."""
+    """A source whose ranks can each send the boxes of tensors that they hold, instead of gathering them on rank 0.
+
+    With one rank, nothing is gathered, and forward and backward passes may run in another thread while `gather_weights`
+    is iterated, as they may during `local_weights`; the caller keeps `TrainerWorker.step` from running meanwhile.
+    """
 
     @abstractmethod
     def shardings(self) -> Sequence[Sharding]:

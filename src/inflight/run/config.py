@@ -351,6 +351,29 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _training_may_overlap_publishes(self) -> RunConfig:
+        if not self.updates.overlap:
+            return self
+        if self.run.mode != "pipeline":
+            raise ValueError(
+                f"updates.overlap lets the next step begin during a publish, but in run.mode {self.run.mode!r} that "
+                "step first waits for samples of the published version: leave out updates.overlap, or set run.mode to "
+                "'pipeline'"
+            )
+        if self.train.num_ranks > 1 and not self.updates.sharded:
+            raise ValueError(
+                f"updates.overlap with train.num_ranks {self.train.num_ranks} needs updates.sharded, because gathering "
+                "the weights would interleave with the ranks' communication in forward and backward passes: set "
+                "updates.sharded to true, or leave out updates.overlap"
+            )
+        if self.train.num_ranks > 1 and self.train.lora is not None:
+            raise ValueError(
+                f"updates.overlap is not supported for a LoRA with train.num_ranks {self.train.num_ranks}, because its "
+                "merged weights are gathered for servers that cannot merge it: leave out updates.overlap"
+            )
+        return self
+
     @property
     def tokens_per_step(self) -> int:
         """The number of training tokens of one optimizer step, over all ranks."""

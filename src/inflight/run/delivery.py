@@ -68,7 +68,7 @@ class PushDelivery(Delivery):
         _record(published, self.servers.journal)
         if published is None:
             return
-        version = self.servers.journal.version
+        version = published.version
         news = [text for text in published.notes if text not in self.noted]
         self.noted.update(news)
         self.problems = () if published.endpoints else published.notes or self.problems

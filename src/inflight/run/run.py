@@ -326,6 +326,8 @@ class _Run:
         ):
             with contextlib.suppress(Interrupted):  # earlier steps are kept
                 await (_pipeline if self.prepared.config.run.mode == "pipeline" else _conventional)(self)
+            if self.prepared.config.updates.overlap and self.journal.version > self.first_version:
+                self.delivery.record((await self.trainers.publish(self.servers.members())).published)
             await self.saving.finish(self.journal.version)
             if self.recording is not None:
                 await self.recording.finish()

@@ -47,6 +47,9 @@ class UpdatesSection(Section):
     sharded: bool = False
     """Make every trainer rank send the weights that it holds, instead of gathering them on rank 0. This is faster if
     ranks are on several hosts and the hosts' links are the bottleneck."""
+    overlap: bool = False
+    """Run the forward and backward passes of the next step while a version is being published; the optimizer waits
+    until the publish has ended. This is faster if publishes are slow. With several ranks, it needs ``sharded``."""
     staged: bool = True
     """Keep sampling while weights arrive, on servers that support it. They then temporarily hold a second copy of the
     weights."""
@@ -98,6 +101,8 @@ class UpdatesSection(Section):
                 )
             if self.sharded:
                 raise ValueError("updates.mode 'pull' stores whole tensors: leave out updates.sharded")
+            if self.overlap:
+                raise ValueError("updates.mode 'pull' stores versions before the next step: leave out updates.overlap")
         return self
 
     @model_validator(mode="after")

@@ -134,7 +134,7 @@ class EpisodeFailed(Event):
 
 
 class StepTrained(Event):
-    """An optimizer step was taken. Its time is that of the training, without the publish."""
+    """An optimizer step was taken. Its time excludes the publish after it, but not the wait for one that overlaps."""
 
     kind: Literal["train"] = "train"
     version: int

@@ -23,7 +23,7 @@ class TimeLimits:
 
     publish_s: float
     step_s: float
-    """Limit of an optimizer step and the publish after it."""
+    """Limit of an optimizer step and the publish after it, or the one that overlaps it."""
     save_s: float
 
     @property

@@ -146,7 +146,8 @@ class TrainerGroup:
     async def publish(self, members: Members) -> Done:
         """Publish the current version, for the first time or again, once the ranks are free; return rank 0's answer.
 
-        The publish retries every server that was left out, without waiting for its backoff.
+        The publish retries every server that was left out, without waiting for its backoff. If an earlier publish of
+        this version is still in progress, its result is returned instead.
         """
         request = PublishPresent(members=members.model_copy(update={"ask_all": True}))
         return (await self._ask_alike(request, self.limits.step_s))[0]
@@ -155,9 +156,11 @@ class TrainerGroup:
         """Write a checkpoint of the workers; return every rank's answer.
 
         If the run saves in the background, the workers wait for an earlier save, copy their state and start writing it.
+        A publish that overlaps training ends first.
         """
         waits_for_another = self.config.run.background_saves
-        return await self._ask_alike(Save(path=path), self.limits.save_s * (1 + waits_for_another))
+        publish_s = self.limits.step_s if self.config.updates.overlap else 0.0
+        return await self._ask_alike(Save(path=path), self.limits.save_s * (1 + waits_for_another) + publish_s)
 
     async def finish_save(self) -> list[Done]:
         """Wait until every rank has completed the pending save; return every rank's answer."""

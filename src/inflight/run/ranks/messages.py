@@ -123,7 +123,10 @@ class PublishAs(Message):
 
 
 class PublishPresent(Message):
-    """Publish the current version, for the first time or again. Answered by `Done`."""
+    """Publish the current version, for the first time or again. Answered by `Done`.
+
+    If the current version is being published in a thread, that publish is awaited instead.
+    """
 
     type: Literal["publish"] = "publish"
     members: Members
@@ -245,7 +248,7 @@ class RankAnswer(Message):
 
     version: int
     published: PublishResult | None = None
-    """Rank 0's result of a publish, if there was one; None on the other ranks."""
+    """Rank 0's result of a publish that has ended since the last answer; None on the other ranks."""
     saved: int | None = None
     """Version whose checkpoint this rank has completed since the last answer."""
     notes: tuple[str, ...] = ()
@@ -303,7 +306,7 @@ class Trained(RankAnswer):
     metrics: dict[str, list[float]]
     """Metrics in the form that `encode_metrics` returns."""
     span: tuple[float, float]
-    """Start and end of training, excluding the publish."""
+    """Start and end of training, excluding the publish after it, and including the wait for one that overlaps it."""
     logprobs: tuple[Floats, ...] = ()
     """Trainer logprobs [T] of each micro-batch before the step, 0.0 where there is no target; empty if not
     requested."""

@@ -9,12 +9,16 @@ import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
+
+import torch.distributed as dist
 
 from inflight.base.clock import unix_time
 from inflight.contracts import ShardedWeightSource, TrainerWorker
 from inflight.errors import ConfigError, FencedError
+from inflight.run.machines.time_limits import time_limits
 from inflight.run.ranks.messages import Members, PublishResult, Start
 from inflight.run.updates_config import UpdatesSection
 from inflight.weights.send.fleet import Fleet, take_part
@@ -41,7 +45,13 @@ class PushPublishing(Publishing):
     """Publishes to the servers of the fleet that can be reached, and waits for them."""
 
     def __init__(
-        self, updates: UpdatesSection, worker: TrainerWorker, urls: Sequence[str], run_id: str, deadline_s: float
+        self,
+        updates: UpdatesSection,
+        worker: TrainerWorker,
+        urls: Sequence[str],
+        run_id: str,
+        deadline_s: float,
+        group: dist.ProcessGroup | None,
     ) -> None:
         self._updates = updates
         self._deadline_s = deadline_s
@@ -59,7 +69,7 @@ class PushPublishing(Publishing):
             sharded=_shards_of(updates, worker),
             connect_timeout_s=deadline_s,
         )
-        self._fleet = Fleet(publisher, quorum=updates.quorum, token=token)
+        self._fleet = Fleet(publisher, quorum=updates.quorum, token=token, group=group)
 
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
         started = unix_time()
@@ -88,8 +98,11 @@ class PushPublishing(Publishing):
 class PushParticipation(Publishing):
     """The role of every other rank in `PushPublishing`."""
 
-    def __init__(self, updates: UpdatesSection, worker: TrainerWorker, deadline_s: float) -> None:
+    def __init__(
+        self, updates: UpdatesSection, worker: TrainerWorker, deadline_s: float, group: dist.ProcessGroup | None
+    ) -> None:
         self._deadline_s = deadline_s
+        self._group = group
         self._parts: PartSender | None = None
         if (shards := _shards_of(updates, worker)) is not None:
             directory = _directory_of(updates, worker)
@@ -97,7 +110,7 @@ class PushParticipation(Publishing):
             self._parts = PartSender(shards, sender)
 
     def publish(self, worker: TrainerWorker, members: Members) -> None:
-        take_part(worker, self._parts, deadline_s=self._deadline_s)
+        take_part(worker, self._parts, deadline_s=self._deadline_s, group=self._group)
 
     def close(self) -> None:
         if self._parts is not None:
@@ -157,14 +170,37 @@ class PullPublishing(Publishing):
 
 
 def publishing_of(worker: TrainerWorker, start: Start, deadline_s: float) -> Publishing:
-    """Return a rank's role in publishing. Errors of connecting to the servers propagate."""
-    updates = start.config.updates
+    """Return a rank's role in publishing; all ranks call this together. Errors of connecting to the servers propagate.
+
+    Raises `ConfigError` if publishes are to overlap training, but the worker does not support it.
+    """
+    updates, group = start.config.updates, None
+    if updates.overlap:
+        _check_overlap(updates, worker)
+        if worker.world_size > 1:  # the default group belongs to the passes that run meanwhile
+            timeout = timedelta(seconds=time_limits(start.config).collective_s)
+            group = dist.new_group(backend="gloo", timeout=timeout)
     if updates.followed is not None:
         return PullParticipation() if worker.rank else PullPublishing(updates, start.run_id, deadline_s)
     if worker.rank:
-        return PushParticipation(updates, worker, deadline_s)
+        return PushParticipation(updates, worker, deadline_s, group)
     urls = () if start.members is None else start.members.urls
-    return PushPublishing(updates, worker, urls, start.run_id, deadline_s)
+    return PushPublishing(updates, worker, urls, start.run_id, deadline_s, group)
+
+
+def _check_overlap(updates: UpdatesSection, worker: TrainerWorker) -> None:
+    """Raise `ConfigError` unless a publish only reads weights that forward and backward passes leave alone."""
+    name, remedy = type(worker).__name__, "leave out updates.overlap"
+    if not isinstance(worker, ShardedWeightSource):
+        raise ConfigError(
+            f"updates.overlap is set, but {name} is not a ShardedWeightSource, whose weights can be read during "
+            f"forward and backward passes: {remedy}"
+        )
+    if worker.world_size > 1 and not worker.shardings():
+        raise ConfigError(
+            f"updates.overlap is set, but the ranks of {name} cannot send what they hold of this model, and gathering "
+            f"it would interleave with forward and backward passes: {remedy}"
+        )
 
 
 def _shards_of(updates: UpdatesSection, worker: TrainerWorker) -> ShardedWeightSource | None:

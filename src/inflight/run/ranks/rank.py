@@ -12,8 +12,10 @@ import signal
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import torch.distributed as dist
 from inflight.base.addresses import host_and_port
 from inflight.base.clock import unix_time
 from inflight.base.progress import report_log_records
+from inflight.base.threads import start_in_thread
 from inflight.base.worker_kinds import load_worker_kind
 from inflight.contracts import (
     AdjustableWorker,
@@ -95,7 +98,10 @@ class TrainerRank:
 
     def __init__(self, start: Start, begin: Callable[[str], None], hosted: Any) -> None:
         config = start.config
-        self._begin = begin
+        self._report = begin
+        self._overlaps = config.updates.overlap
+        self._overlapped: Future[PublishResult | None] | None = None
+        """The publish of the current version that runs in a thread, until an answer carries its result."""
         torch.set_num_threads(config.train.threads)
         settings = worker_settings(config)
         limits = time_limits(config)
@@ -149,6 +155,7 @@ class TrainerRank:
         if start.checkpoint is not None:
             self._begin(f"loading {start.checkpoint}")
             self._worker.load(start.checkpoint)
+        self._publish_s = limits.publish_s
         self._hosted = HostedRank(self._worker, start, limits.publish_s, begin)
         self._shares_memory = config.servers.release_memory
         self._publishing: Publishing | None = None
@@ -158,9 +165,16 @@ class TrainerRank:
             self._publishing = publishing_of(self._worker, start, limits.publish_s)
 
     def close(self) -> None:
+        """Leave the servers, once a publish that runs in a thread has ended or its deadline has passed."""
+        if self._overlapped is not None:
+            wait([self._overlapped], self._publish_s)
         self._hosted.close()
         if self._publishing is not None:
             self._publishing.close()
+
+    def _begin(self, what: str) -> None:
+        is_publishing = self._overlapped is not None and not self._overlapped.done()
+        self._report(f"{what} and publishing version {self._worker.version}" if is_publishing else what)
 
     def answer(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> RankAnswer:
         """Execute a request of the run. After an error, the rank must not receive further requests."""
@@ -187,7 +201,9 @@ class TrainerRank:
             case Accumulate() | OptimizerStep() | Load() | PublishAs():
                 return self._hosted.answer(request, tensors)
             case PublishPresent():
-                return Done(version=version, published=self._publish(request.members))
+                is_pending = self._overlapped is not None
+                published = self._take_published() if is_pending else self._publish(request.members)
+                return Done(version=version, published=published)
             case Train():
                 return self._train(request, micro_batches_of(request.segment_lengths, tensors))
             case Save():
@@ -200,10 +216,33 @@ class TrainerRank:
         self._begin(f"publishing version {self._worker.version}")
         return self._publishing.publish(self._worker, members)
 
+    def _start_publish(self, members: Members) -> None:
+        """Publish in a thread. The weights must not change until `_wait_for_publish` has returned."""
+        assert self._publishing is not None
+        publish = partial(self._publishing.publish, self._worker, members)
+        self._overlapped = start_in_thread(publish, f"inflight-publish-{self._worker.version}")
+
+    def _wait_for_publish(self) -> PublishResult | None:
+        """Return the result of the publish that runs in a thread, if any, once it has ended. Raises its error."""
+        if self._overlapped is None:
+            return None
+        if not self._overlapped.done():
+            self._report(f"publishing version {self._worker.version}")
+        return self._overlapped.result()  # it ends at its deadline
+
+    def _take_published(self) -> PublishResult | None:
+        """Return what `_wait_for_publish` returns, and forget it."""
+        published, self._overlapped = self._wait_for_publish(), None
+        return published
+
     # --------------------------------------------------------------------------------------------- one optimizer step
 
     def _train(self, request: Train, batches: Sequence[MicroBatch]) -> Trained:
-        """Run forward and backward over the micro-batches, take one optimizer step, and publish if requested."""
+        """Run forward and backward over the micro-batches, take one optimizer step, and publish if requested.
+
+        If publishes overlap training, the new version is published in a thread, and the answer has the result of the
+        previous version's publish, which has ended before the optimizer changes the weights.
+        """
         started = unix_time()
         number = f"step {self._worker.version + 1}"
         self._begin(f"counting the targets of {number}")
@@ -218,11 +257,16 @@ class TrainerRank:
             metrics = add_metrics(metrics, output.metrics)
             if request.returns_logprobs:
                 logprobs.append(logprobs_T.detach())
+        published = self._take_published()
         self._begin(f"running the optimizer for {number}")
         result = self._worker.step()
         if result.rounded_away is not None:
             metrics = add_metrics(metrics, {"rounded_away": Metric(result.rounded_away, 1.0)})
         trained = unix_time()
+        if request.publish is not None and self._overlaps:
+            self._start_publish(request.publish)
+        elif request.publish is not None:
+            published = self._publish(request.publish)
         return Trained(
             version=result.version,
             gradient_norm=result.gradient_norm,
@@ -230,7 +274,7 @@ class TrainerRank:
             metrics=encode_metrics(metrics),
             span=(started, trained),
             logprobs=tuple(logprobs_T.float().cpu().numpy() for logprobs_T in logprobs),
-            published=None if request.publish is None else self._publish(request.publish),
+            published=published,
             saved=None if self._saver is None or self._saver.save_pending else self._finish_save(0.0),
         )
 
@@ -277,6 +321,7 @@ class TrainerRank:
 
     def _save(self, path: Path) -> int | None:
         """Write a checkpoint, or start writing it once the previous one is complete; return the completed version."""
+        self._wait_for_publish()
         if self._saver is None:
             self._begin(f"saving version {self._worker.version}")
             self._worker.save(path)
@@ -342,8 +387,9 @@ def answer_requests(channel: WorkerChannel, notes: list[str], hosted: Any) -> No
                 assert isinstance(request, Start), "the first request must be Start"
                 trainer = TrainerRank(request, lambda what: channel.send(StatusMessage(what=what)), hosted)
             answer = trainer.answer(request, tensors)
-            channel.send(answer.model_copy(update={"notes": tuple(notes)}))
-            notes.clear()
+            sent = tuple(notes)
+            channel.send(answer.model_copy(update={"notes": sent}))
+            del notes[: len(sent)]  # a publish in a thread may have added some
     except Exception as error:
         code = error.code if isinstance(error, InflightError) else None
         message = f"{type(error).__name__}: {error}" if code is None else str(error)

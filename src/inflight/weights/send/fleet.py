@@ -117,14 +117,25 @@ class Fleet:
     ``publisher`` from then on. ``quorum`` is the number of endpoints that have to hold each version; None means all
     endpoints that can be reached, and at least one. ``token`` is for endpoints named by URL. Use a fleet from one
     thread at a time.
+
+    ``group`` is a process group of all ranks for a sharded publisher whose publishes overlap training: the ranks agree
+    over it instead of torch's default group, and servers that would need gathered weights are left out.
     """
 
-    def __init__(self, publisher: WeightPublisher, *, quorum: int | None = None, token: str | None = None) -> None:
+    def __init__(
+        self,
+        publisher: WeightPublisher,
+        *,
+        quorum: int | None = None,
+        token: str | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         if quorum is not None and not quorum >= 1:
             raise ConfigError(f"quorum must be at least 1, not {quorum}")
         self._publisher = publisher
         self._quorum = quorum
         self._token = token
+        self._group = group
         self._members = {e.name: _Member(e, capabilities=can) for e, can in publisher.endpoints.items()}
         self._known = self.states
         self._notes: list[str] = []
@@ -208,7 +219,7 @@ class Fleet:
         self._notes = []
         self._invite(in_flight)
         self._leave_some_out(deadline_s)
-        verdict = _agree_on_verdict(worker, self._is_possible())
+        verdict = _agree_on_verdict(worker, self._is_possible(), self._group)
         while verdict is _Verdict.AGAIN:
             failure: Exception | None = None
             endpoints = {m.endpoint: m.capabilities for m in self._members.values() if m.takes_part and m.capabilities}
@@ -235,7 +246,7 @@ class Fleet:
                 verdict = self._is_possible() if may_help else _Verdict.FAILED
             except Exception as error:  # raised below, after notifying the other ranks
                 verdict, failure = _Verdict.FAILED, error
-            verdict = _agree_on_verdict(worker, verdict)
+            verdict = _agree_on_verdict(worker, verdict, self._group)
             if verdict is _Verdict.FAILED:
                 self._note_changes()
                 raise failure or _other_rank_error()
@@ -312,7 +323,12 @@ class Fleet:
                 f"but was {before.model} in {before.dtype} with {before.vocab_size}"
             )
         group = self._publisher.group
-        needs = Needs(in_flight=in_flight, transport=group.transport, encodings=group.encoder.encodings)
+        needs = Needs(
+            in_flight=in_flight,
+            transport=group.transport,
+            encodings=group.encoder.encodings,
+            sharded=self._group is not None,
+        )
         missing = can.missing(needs)
         return f"does not support {', '.join(missing.values())}" if missing else None
 
@@ -381,15 +397,17 @@ def take_part(
     *,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     deadline_s: float = 60.0,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Gather, or send with ``parts``, for each attempt of rank 0's `Fleet.publish`. Every other rank calls this.
 
     ``parts`` and ``deadline_s`` are needed if the publisher of rank 0 is sharded.
 
-    The ranks agree over torch's default process group. Raises the errors of gathering, and `UpdateError` if the publish
-    failed on another rank.
+    The ranks agree over ``group``, which is that of `Fleet`; None means torch's default process group.
+
+    Raises the errors of gathering, and `UpdateError` if the publish failed on another rank.
     """
-    verdict = _agree_on_verdict(worker, _Verdict.DONE)
+    verdict = _agree_on_verdict(worker, _Verdict.DONE, group)
     while verdict is _Verdict.AGAIN:
         failure: Exception | None = None
         try:
@@ -399,7 +417,7 @@ def take_part(
                 parts.send(deadline_s)
         except Exception as error:  # raised below, after notifying the other ranks
             failure = error
-        verdict = _agree_on_verdict(worker, _Verdict.DONE if failure is None else _Verdict.FAILED)
+        verdict = _agree_on_verdict(worker, _Verdict.DONE if failure is None else _Verdict.FAILED, group)
         if verdict is _Verdict.FAILED:
             raise failure or _other_rank_error()
 
@@ -408,11 +426,11 @@ def _other_rank_error() -> UpdateError:
     return UpdateError("the publish failed on another rank, whose error says why")
 
 
-def _agree_on_verdict(worker: WeightSource, verdict: _Verdict) -> _Verdict:
+def _agree_on_verdict(worker: WeightSource, verdict: _Verdict, group: dist.ProcessGroup | None) -> _Verdict:
     """Return, on every rank, the highest verdict of any rank."""
     if worker.world_size == 1:
         return verdict
-    device = "cpu" if "cpu" in dist.get_backend_config() else "cuda"
+    device = "cpu" if "cpu" in dist.get_backend_config(group) else "cuda"
     agreed = torch.tensor(int(verdict), device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
     return _Verdict(int(agreed))
