@@ -1,7 +1,8 @@
 """One rank that publishes what it holds: ``python -m tests.worker.sharded_program DIRECTORY RANK SIZE``.
 
 ``cases.json`` in the directory has cases by name. Rank 0 serves the weights itself, and writes for each version
-whether the model that it serves equals what gathering gives, bit for bit.
+whether the model that it serves equals what gathering gives, bit for bit. Every rank compares its weights during a
+forward and a backward pass with those before.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 
 from inflight.base.worker_kinds import load_worker_kind
 from inflight.contracts import ShardedWeightSource, TrainerWorker
+from inflight.weights.encode.buckets import plan_buckets
 from inflight.weights.send.gathering import gather_only
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.send.ranks import PartSender
@@ -41,6 +43,11 @@ def run_case(name: str, case: dict[str, Any], directory: Path, rank: int) -> dic
     worker: Any = load_worker_kind(case["worker"]).create(plain | case["settings"])
     assert isinstance(worker, ShardedWeightSource)
     seen: dict[str, Any] = {"is_sharded": bool(worker.shardings()), "equal": [], "sent": []}
+    if worker.world_size == 1 or seen["is_sharded"]:
+        seen["passes"] = read_during_passes(worker)
+    if worker.world_size == 1:
+        worker.close()
+        return seen
     encoding = case.get("encoding", "raw")
     if rank:
         with PartSender(worker, sender_of(case, directory / name, rank)) as sender:
@@ -108,6 +115,28 @@ def train_during(worker: Any, publish: Callable[[], None]) -> dict[str, Any]:
         stepped = stepping.result(60).version
     worker._parameters.local = parts
     return {"is_waiting": is_waiting, "version": stepped}
+
+
+def read_during_passes(worker: Any) -> dict[str, bool]:
+    """Read all weights before each module's forward and backward; return whether they were always those from before."""
+    plan = plan_buckets(worker.parameter_specs(), BUCKET_BYTES)
+    read = worker.gather_weights if worker.world_size == 1 else worker.local_weights
+    before = [tensor.clone() for bucket in read(plan) for tensor in bucket.tensors]
+    are_equal: dict[str, list[bool]] = {"forward": [], "backward": []}
+
+    def compare(when: str) -> None:
+        found = [tensor.clone() for bucket in read(plan) for tensor in bucket.tensors]
+        are_equal[when].append(all(torch.equal(*it) for it in zip(before, found, strict=True)))
+
+    def watch(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        compare("forward")
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(lambda _: compare("backward"))
+
+    hook = torch.nn.modules.module.register_module_forward_hook(watch)
+    accumulate(worker, [make_batch((9, 4, 17), 8)])
+    hook.remove()
+    return {when: len(found) > 5 and all(found) for when, found in are_equal.items()}
 
 
 def weights_of(local: Local) -> dict[str, torch.Tensor]:

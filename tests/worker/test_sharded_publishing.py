@@ -92,6 +92,17 @@ DEEPSPEED: Cases = {
 }
 
 
+ALONE: Cases = {
+    "fsdp": HTTP,
+    "fsdp in bfloat16": {**HTTP, "settings": {"dtype": "bfloat16", "wire_dtype": "bfloat16"}},
+    "lora": MORE["lora"],
+    "llama of torchtitan": {**HTTP, "worker": "torchtitan", "model": "llama", "settings": {"betas": (0.5, 0.9)}},
+    "experts of torchtitan": {**HTTP, "worker": "torchtitan", "model": "experts", "settings": {"betas": (0.5, 0.9)}},
+    "megatron": {**HTTP, "worker": "megatron"},
+}
+"""On one rank, which gathers."""
+
+
 def seen_by_ranks(path: Path, cases: Cases, num_ranks: int = 2, **others: Any) -> dict[str, Any]:
     for name in {case["model"] for case in cases.values()}:
         make_model(path / name, **MODELS[name])
@@ -103,9 +114,12 @@ def seen_by_ranks(path: Path, cases: Cases, num_ranks: int = 2, **others: Any) -
     return seen
 
 
+ALIKE = {"forward": True, "backward": True}
+
+
 def assert_equal(seen: dict[str, Any]) -> None:
-    assert {name: (it["is_sharded"], it["equal"]) for name, it in seen.items()} == {
-        name: (True, [True, True, True]) for name in seen
+    assert {name: (it["is_sharded"], it["equal"], it["passes"]) for name, it in seen.items()} == {
+        name: (True, [True, True, True], ALIKE) for name in seen
     }
 
 
@@ -130,6 +144,16 @@ def test_one_of_several_copies_is_sent(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_deepspeed_sends_ranges(tmp_path: Path) -> None:
     assert_equal(seen_by_ranks(tmp_path, DEEPSPEED, environment=apart("deepspeed")))
+
+
+@pytest.mark.parametrize(
+    ("cases", "environment"),
+    [(ALONE, {}), pytest.param(DEEPSPEED, "deepspeed", marks=pytest.mark.exhaustive)],
+    ids=["few", "deepspeed"],
+)
+def test_the_weights_of_one_rank_stay_the_same_during_passes(tmp_path: Path, cases: Cases, environment: Any) -> None:
+    seen = seen_by_ranks(tmp_path, cases, 1, environment=environment and apart(environment))
+    assert {name: it["passes"] for name, it in seen.items()} == dict.fromkeys(cases, ALIKE)
 
 
 @pytest.mark.exhaustive
