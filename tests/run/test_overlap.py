@@ -7,10 +7,10 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -21,11 +21,12 @@ from inflight.http.client import HttpEndpoint
 from inflight.run.config import load_config
 from inflight.run.ranks.channel import encode
 from inflight.run.ranks.group import TrainerGroup
-from inflight.run.ranks.messages import Members, PublishResult, Train, Trained, tensors_of
+from inflight.run.ranks.messages import Members, PublishResult, Start, Train, Trained, tensors_of
+from inflight.run.ranks.publishing import publishing_of
 from inflight.run.servers.checks import needs_of
 from inflight.weights.send.module import ModuleWeights
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
-from inflight.wire import WeightVersion
+from inflight.wire import BucketSpec, Sharding, WeightVersion
 from tests.gates import GatedServer, until
 from tests.run import noted_calls
 from tests.run.runs import CONFIG, RunProcess
@@ -88,9 +89,10 @@ class Trainer:
         return published
 
     async def until_it_waits(self, version: int, training: asyncio.Future[Any]) -> None:
-        """Return once every rank waits for a publish, or takes a step although it should wait."""
-        either = f"publishing version {version}", f"running the optimizer for step {version + 1}"
-        await until(lambda: training.done() or all(rank.doing in either for rank in self.group.ranks))
+        """Return once every rank waits for a publish; fail if a rank takes the next step instead."""
+        waits, steps = f"publishing version {version}", f"running the optimizer for step {version + 1}"
+        await until(lambda: training.done() or all(rank.doing in (waits, steps) for rank in self.group.ranks))
+        assert [rank.doing for rank in self.group.ranks] == [waits] * len(self.group.ranks)
 
 
 def with_trainer(config_file: Path, url: str, call: Callable[[Trainer], Awaitable[None]], *overrides: str) -> None:
@@ -313,3 +315,36 @@ def test_servers_must_receive_parts_if_several_ranks_publish_while_they_train(co
     assert needs_of(load_config(config_file, [*OVERLAP, *TWO_RANKS]), 258).sharded
     assert not needs_of(load_config(config_file, OVERLAP), 258).sharded
     assert not needs_of(load_config(config_file, TWO_RANKS), 258).sharded
+
+
+class GatheredWeights(ModuleWeights):
+    """Weights of two ranks that cannot send what they hold, as of a trainer that permutes a parameter."""
+
+    def shardings(self) -> tuple[Sharding, ...]:
+        return ()
+
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> NoReturn:
+        raise AssertionError("the shardings are empty")
+
+    exchange = local_weights
+
+
+@pytest.mark.parametrize(
+    ("worker", "overrides", "expected"),
+    [
+        (ModuleWeights(torch.nn.Linear(2, 2)), (), "ModuleWeights is not a ShardedWeightSource"),
+        (
+            GatheredWeights(torch.nn.Linear(2, 2), world_size=2),
+            TWO_RANKS,
+            "the ranks of GatheredWeights cannot send what they hold of this model.*leave out updates.overlap",
+        ),
+    ],
+    ids=["no parts", "permuted"],
+)
+def test_a_worker_whose_weights_cannot_be_read_while_it_trains_is_refused(
+    config_file: Path, worker: Any, overrides: tuple[str, ...], expected: str
+) -> None:
+    config = load_config(config_file, [*OVERLAP, *overrides])
+    start = Start(config=config, run_id="overlap", members=Members(), checkpoint=None, rendezvous="")
+    with pytest.raises(ConfigError, match=expected):
+        publishing_of(worker, start, 60.0)
