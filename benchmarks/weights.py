@@ -1,6 +1,7 @@
 """How weights move: ``python -m benchmarks.weights [table|small|tokens|repeat|engines] ...``, all of them by default.
 
 table     the spans of each transport and the machine's own limit, two sizes (what ``inflight bench weights`` prints)
+real      the same for the weights of models/smollm2
 small     1,000 small tensors as one bucket, and broadcast one by one
 tokens    tokens that a server samples over an interval with one update, and without
 repeat    1,000 updates in a row: memory, file handles and shared memory before and after
@@ -38,6 +39,7 @@ from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
 
 SIZES = (64_000_000, 1_000_000_000)
+SMOLLM2 = Path(__file__).parents[1] / "models" / "smollm2"
 NUM_ROUNDS = 7
 INTERVAL_S = 20.0
 
@@ -52,6 +54,14 @@ def measure_table() -> list[dict[str, Any]]:
         print(table_of(results), flush=True)
         rows += [result.as_json() for result in results]
     return rows
+
+
+def measure_real() -> list[dict[str, Any]]:
+    """Return the rows of a real model."""
+    transports = ("gloo", "shm", "file", "http", "gloo+delta", "shm+delta", "http+delta")
+    results = measure(SMOLLM2, transports, num_rounds=5, report_progress=lambda text: print(text, flush=True))
+    print(table_of(results), flush=True)
+    return [result.as_json() for result in results]
 
 
 def measure_small() -> dict[str, Any]:
@@ -284,6 +294,7 @@ def _post(url: str, body: Any) -> None:
 
 PARTS: dict[str, Callable[[], Any]] = {
     "table": measure_table,
+    "real": measure_real,
     "small": measure_small,
     "tokens": measure_tokens,
     "repeat": measure_repeat,

@@ -15,10 +15,11 @@ from inflight.planning.plan import LinksSection
 def weights_spans_table() -> str:
     """Return the spans of each transport, and the machine's own limit."""
     lines = [
-        "| transport | weights | sent | gather | wire | pause | load | first token | total | GB/s | limit | share |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| transport | weights | sent | gather | wire | pause | load | first token | total | GB/s | limit | share | "
+        "memory |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in kept_rows("table", "weights"):
+    for row in (*kept_rows("table", "weights"), *kept_rows("real", "weights")):
         spans = {name: milliseconds(spread["median"]) for name, spread in row["spans"].items()}
         first = milliseconds(row["busy"].get("first_token", {}).get("median"))
         lines.append(
@@ -26,7 +27,7 @@ def weights_spans_table() -> str:
             f"| {row['sent_bytes'] / 1e6:,.1f} MB "
             f"| {spans['gather']} | {spans['wire']} | {spans['pause']} | {spans['load']} | {first} | {spans['total']} "
             f"| {row['gb_per_s']:.2f} | {row['limit']}, {milliseconds(row['limit_s']['median'])} "
-            f"| {100 * row['share_of_limit']:.0f} % |"
+            f"| {100 * row['share_of_limit']:.0f} % | {row['grown_bytes'] / 1e6:,.0f} MB |"
         )
     return "\n".join(lines)
 

@@ -25,6 +25,19 @@ def test_bench_measures_the_transports_that_are_asked_for(tmp_path: Path, capsys
     assert "\ngloo " in capsys.readouterr().out
 
 
+def test_bench_publishes_a_checkpoint_that_is_given(
+    tmp_path: Path, model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures, words = tmp_path / "figures.json", ["--transports", "shm", "--rounds", "1", "--requests", "1"]
+    assert main(["bench", "weights", "--model", str(model_dir), *words, "--json", str(figures)]) == 0
+    (row,) = json.loads(figures.read_text())
+    assert row["size_bytes"] == row["sent_bytes"] <= (model_dir / "model.safetensors").stat().st_size
+    assert row["grown_bytes"] >= row["size_bytes"]  # memory that it shares with the server is counted
+    assert "memory" in capsys.readouterr().out
+    assert main(["bench", "weights", "--model", str(tmp_path / "nowhere"), *words]) == 1
+    assert f"{tmp_path / 'nowhere'} has no model that can be loaded" in capsys.readouterr().err
+
+
 def test_bench_measures_the_token_times_that_a_plan_takes(
     shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

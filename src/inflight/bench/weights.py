@@ -138,9 +138,12 @@ def _loaded(path: Path, dtype: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype), local_files_only=True)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} has no model that can be loaded: {error}") from error
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # a mapped file becomes resident only when it is read
+    return model
 
 
 def _measure_transport(
@@ -265,7 +268,8 @@ def sampling(server: BenchServer, num_requests: int) -> Iterator[None]:
 @asynccontextmanager
 async def _requests(server: BenchServer, num_requests: int) -> AsyncIterator[None]:
     endpoint = HttpEndpoint(server.url, token=server.token)
-    params = SamplingParams(max_tokens=4000, ignore_eos=True)
+    most = (await endpoint.capabilities()).max_model_len - len(_PROMPT)
+    params = SamplingParams(max_tokens=min(4000, most), ignore_eos=True)
     requests = [
         GenerateRequest(request_id=f"bench-{uuid.uuid4().hex}", prompt_token_ids=_PROMPT, sampling=params)
         for _ in range(num_requests)
