@@ -138,6 +138,38 @@ def test_silent_handshakes_keep_nobody_out(
     assert set(asyncio.run(run())) == {b""}
 
 
+@pytest.mark.parametrize(
+    ("client", "server", "advice"),
+    [
+        ("a stranger", "https://127.0.0.1", r"\$INFLIGHT_TLS_CA names a PEM file"),
+        ("trusting", "https://localhost", "the certificate is valid for the host in the URL"),
+        ("trusting", "http://127.0.0.1", "write https:// if it has a TLS certificate"),
+        ("trusting", "https://127.0.0.1 without a certificate", "otherwise, write http://"),
+        ("trusting", "https://127.0.0.1 for clients with a certificate", "INFLIGHT_TLS_CLIENT_CERTIFICATE names"),
+    ],
+)
+def test_a_call_that_fails_because_of_tls_says_what_to_change(
+    files: dict[str, Path], trusting: Callable[..., None], client: str, server: str, advice: str
+) -> None:
+    async def app(scope: object, receive: object, send: object) -> None:
+        raise AssertionError("no request arrives")
+
+    async def run() -> None:
+        client_ca = files["ca"] if "for clients" in server else None
+        context = server_tls(files["127.0.0.1"], files["127.0.0.1 key"], client_ca)
+        listener = bind("127.0.0.1", 0)
+        listening = InLoopServer(app, listener, None if "without" in server else context)
+        await listening.started()
+        url = f"{server.split()[0]}:{listener.getsockname()[1]}"
+        async with contextlib.aclosing(HttpEndpoint(url)) as endpoint:
+            with pytest.raises(UnreachableError, match=advice):
+                await endpoint.capabilities()
+        await listening.aclose()
+
+    trusting(ca=client == "trusting")
+    asyncio.run(run())
+
+
 def test_servers_join_over_https(files: dict[str, Path], trusting: Callable[..., None]) -> None:
     context = server_tls(files["127.0.0.1"], files["127.0.0.1 key"], None)
 

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import re
+import ssl
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx
 from inflight.errors import DeadlineError, EndpointError, ProtocolError, UnreachableError
 from inflight.http.bodies import parse_body
 from inflight.http.connection_pool import make_connection_pool
+from inflight.http.tls import CA_VARIABLE, CERTIFICATE_VARIABLE
 
 MAX_RESPONSE_BYTES = 256 * 1024 * 1024
 _MAX_EVENT_BYTES = 1024 * 1024
@@ -52,6 +54,8 @@ class BoundedClient:
         self._transport: httpx.AsyncBaseTransport | None = None
         self._max_response_bytes = max_response_bytes
         self._keeps_alive = keeps_alive
+        self._has_answered = False
+        """Whether the server has answered a call with HTTP."""
         self._url_of = functools.lru_cache(64)(lambda path: checked_url(f"{url.rstrip('/')}{path}"))
 
     async def request(
@@ -72,6 +76,7 @@ class BoundedClient:
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._send(method, path, content, headers or {})
+                self._has_answered = True
                 try:
                     return response.status_code, await self._read(response, max_response_bytes)
                 finally:
@@ -124,6 +129,7 @@ class BoundedClient:
         try:
             async with asyncio.timeout(timeout_s):
                 response = await self._send(method, path, content, headers)
+                self._has_answered = True
                 try:
                     if response.status_code != 200:
                         raise on_refusal(response.status_code, await self._read(response, MAX_ERROR_BYTES))
@@ -177,7 +183,28 @@ class BoundedClient:
         if isinstance(error, httpx.RemoteProtocolError) and not _DISCONNECTED.search(str(error)):
             return ProtocolError(f"the answer to {what} is not HTTP ({error})", self._url)
         cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return UnreachableError(f"{what} failed ({cause}): check that the server is running", self._url)
+        return UnreachableError(f"{what} failed ({cause}): {self._advice_on(error)}", self._url)
+
+    def _advice_on(self, error: Exception) -> str:
+        """Return what to do about a call that failed without an answer."""
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, ssl.SSLError):
+            cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return (
+                f"check that ${CA_VARIABLE} names a PEM file with the CA of the server's certificate, and that the "
+                "certificate is valid for the host in the URL"
+            )
+        if cause is not None:
+            return "check that the server has a TLS certificate; otherwise, write http://"
+        if isinstance(error, httpx.ReadError) and not self._has_answered:
+            if self._url.startswith("http://"):
+                return "check that the server is running, and write https:// if it has a TLS certificate"
+            return (
+                "check that the server is running, and if it was started with --tls-client-ca, that "
+                f"${CERTIFICATE_VARIABLE} names a certificate that it accepts"
+            )
+        return "check that the server is running"
 
     async def _read(self, response: httpx.Response, max_bytes: int) -> bytes:
         max_bytes = min(max_bytes, self._max_response_bytes)

@@ -236,7 +236,7 @@ class _Connection(asyncio.Protocol):
             self._http.receive_data(b"")  # the peer has closed
             return self._http.next_event()
         except h11.RemoteProtocolError as error:
-            raise httpx.ReadError(f"the server disconnected: {error}") from error
+            raise httpx.ReadError("the server disconnected before the end of its answer") from error
 
     def _input(self) -> asyncio.Future[None]:
         """Return a future that is done once the peer has sent more, or closed the connection."""
