@@ -415,12 +415,12 @@ class UpdateStateMachine:
             return "no weight group is formed; call init_process_group first"
         if update.run_id != self._group_run_id:
             return (
-                f"run {update.run_id!r} does not own the weight group, which run {self._group_run_id!r} formed: form "
-                "the group again"
+                f"run {update.run_id!r} does not own the weight group, which run {self._group_run_id!r} formed: stop "
+                "one of the two, or form the group again"
             )
         is_older = (update.incarnation, update.version) < (self._served_incarnation, self.version)
         if self._run_id == update.run_id and is_older:
-            return f"version {self.version} of this run is already served"
+            return f"version {self.version} of this run is already served: publish that version or a higher one"
         if self.is_torn and update.manifest.lora is not None:
             return "the weights are torn, and a LoRA needs intact weights as its base; send all weights"
         if self.is_torn and not self._makes_whole(update):
