@@ -178,6 +178,12 @@ def test_weights_that_it_cannot_send_are_refused_by_name() -> None:
     quantized.register_buffer("packed", torch.zeros(2, dtype=torch.uint8))
     with pytest.raises(UnsupportedError, match="packed has dtype uint8"):
         ModuleWeights(quantized).parameter_specs()
+    adapted = nn.Sequential(nn.Linear(2, 2))
+    adapted[0].lora_A = nn.Linear(2, 1, bias=False)
+    with pytest.raises(UnsupportedError, match=r"has a LoRA \(0\.lora_A\.weight\).*publish it with LoraWeights"):
+        ModuleWeights(adapted).parameter_specs()
+    with pytest.raises(ConfigError, match=r"needs a torch\.nn\.Module, not dict"):
+        ModuleWeights({})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"wire_dtype must be one of .* not 'int8'"):
         ModuleWeights(nn.Linear(2, 2), wire_dtype="int8")
 

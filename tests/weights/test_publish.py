@@ -7,6 +7,8 @@ import contextlib
 import math
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -373,6 +375,67 @@ def test_an_aborted_drain_ends_the_request_that_waits_for_it_and_no_later_update
     server.brake.release()
     assert (paused.state, paused.updating_to) == (EndpointState.PAUSED, 3)
     assert running.result(SOON_S).completions[0].finish_reason == "length"
+
+
+def test_what_cannot_be_published_is_refused_before_endpoints_are_asked(
+    two_servers: Servers, model_dir: Path, connect: Connect
+) -> None:
+    tensors = checkpoint(model_dir)
+    publisher = connect(two_servers[0])
+    publish(PlainWorker(tensors), publisher)
+    for wrong, problem in (
+        (torch.nn.Linear(1, 1), r"needs a WeightSource, not Linear: pass ModuleWeights\(model\)"),
+        (tensors, "needs a WeightSource, not dict"),
+        (PlainWorker(tensors, version=-1), "version.* -1"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            publish(wrong, publisher)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="run_id is empty"):
+        WeightPublisher.connect([two_servers[0].url], run_id="", token=TOKEN)
+    assert_serves(two_servers[0], 1)
+
+
+def test_a_publish_during_another_one_is_refused_and_does_not_disturb_it(
+    two_servers: Servers, model_dir: Path, connect: Connect
+) -> None:
+    tensors = checkpoint(model_dir)
+    publisher = connect(two_servers[0])
+    is_gathering, may_gather = threading.Event(), threading.Event()
+
+    def hold(index: int) -> None:
+        if index == 1:  # the first bucket has been sent
+            is_gathering.set()
+            assert may_gather.wait(SOON_S)
+
+    with ThreadPoolExecutor(1) as thread:
+        worker = PlainWorker(tensors, version=2, on_bucket=hold)
+        first = thread.submit(publish, worker, publisher, bucket_bytes=1000, deadline_s=SOON_S)
+        assert is_gathering.wait(SOON_S)
+        with pytest.raises(ConfigError, match="publish from one thread at a time"):
+            publish(PlainWorker(tensors, version=3), publisher)
+        may_gather.set()
+        assert first.result(SOON_S).applied_everywhere
+    publish(PlainWorker(tensors, version=3), publisher)
+    assert_serves(two_servers[0], 3)
+
+
+def test_a_process_that_does_not_close_its_publisher_ends_silently(two_servers: Servers) -> None:
+    program = (
+        "from inflight import WeightPublisher\n"
+        f"publisher = WeightPublisher.connect([{two_servers[0].url!r}], run_id='unclosed', token={TOKEN!r})\n"
+        "publisher.start(lambda: __import__('asyncio').sleep(3600))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SOON_S)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_closing_a_publisher_cancels_the_calls_that_are_running(two_servers: Servers, connect: Connect) -> None:
+    publisher = connect(two_servers[0])
+    pending = publisher.start(asyncio.sleep, SOON_S)
+    publisher.close()
+    assert pending.cancelled()
+    with pytest.raises(ConfigError, match="is not connected"):
+        publisher.start(asyncio.sleep, 0)
 
 
 @pytest.mark.parametrize("initialised", [False, True])

@@ -1,4 +1,4 @@
-"""Blocking calls that can be abandoned: each runs in a daemon thread that continues if its caller stops waiting."""
+"""Daemon threads: blocking calls whose callers may stop waiting, and an event loop for callers in other threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, TypeVar
+
+import anyio
+from anyio.from_thread import BlockingPortal
 
 from inflight.errors import TransferError
 
@@ -50,6 +53,23 @@ def result_unless_abandoned(abandoned: Future[str], result: Future[T], name: str
         return result.result()
     finally:
         del result, waited_for  # the error's traceback holds this frame, which would keep the group alive
+
+
+def start_portal(name: str) -> tuple[BlockingPortal, threading.Thread]:
+    """Start an event loop in a thread. Return its portal, and the thread, which ends once the portal is stopped.
+
+    Unlike `anyio.from_thread.start_blocking_portal`, nothing has to be closed before the process exits.
+    """
+    started: Future[BlockingPortal] = Future()
+
+    async def serve() -> None:
+        async with BlockingPortal() as portal:
+            started.set_result(portal)
+            await portal.sleep_until_stopped()
+
+    thread = threading.Thread(target=anyio.run, args=(serve,), name=name, daemon=True)
+    thread.start()
+    return started.result(), thread
 
 
 def _settle(result: Future[T], call: Callable[[], T]) -> None:

@@ -24,7 +24,8 @@ from inflight.model.checkpoint_specs import checkpoint_of
 from inflight.types import PublishReport
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
 from inflight.weights.send.gathering import weight_update_of
-from inflight.weights.send.publisher import OpenPublish, WeightPublisher, publish_weights
+from inflight.weights.send.open_publish import OpenPublish
+from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.send.stored import AdapterWeights, CheckpointWeights
 from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
 

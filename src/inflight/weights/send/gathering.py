@@ -5,9 +5,12 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 
+from pydantic import ValidationError
+
 from inflight.base.shortened import shortened
+from inflight.base.validation import describe_problems
 from inflight.contracts import LoraSource, PartialWeightSource, ShardedWeightSource, WeightSource
-from inflight.errors import TrainerError
+from inflight.errors import ConfigError, TrainerError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import Rounding
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
@@ -36,7 +39,7 @@ def weight_update_of(
     """Return the message that announces the worker's current weights as a new session.
 
     If ``version`` is None, the worker's version is used. ``sharded`` announces that every rank sends its own part of
-    each bucket.
+    each bucket. Raises `ConfigError` if the message would be invalid, for example because a version is negative.
     """
     specs = tuple(worker.parameter_specs())
     frozen = tuple(worker.frozen_names()) if isinstance(worker, PartialWeightSource) else ()
@@ -44,25 +47,28 @@ def weight_update_of(
     of_tensors = worker.shardings() if sharded and isinstance(worker, ShardedWeightSource) else ()
     shardings = tuple(dict.fromkeys(of_tensors))
     index_of = {sharding: index for index, sharding in enumerate(shardings)}
-    return WeightUpdate(
-        run_id=run_id,
-        version=worker.version if version is None else version,
-        session_id=uuid.uuid4().hex[:16],
-        incarnation=incarnation,
-        manifest=Manifest(
-            tensors=specs,
-            frozen=frozen,
-            lora=lora,
-            shardings=shardings,
-            sharding_of=tuple(index_of[sharding] for sharding in of_tensors),
-        ),
-        buckets=plan_buckets(specs, bucket_bytes),
-        in_flight=in_flight,
-        encodings=() if encoding == "raw" else (encoding,),
-        keep=keep,
-        deadline_s=deadline_s * _PREPARATION_SHARE,
-        lease_s=deadline_s + _LEASE_SLACK_S,
-    )
+    try:
+        return WeightUpdate(
+            run_id=run_id,
+            version=worker.version if version is None else version,
+            session_id=uuid.uuid4().hex[:16],
+            incarnation=incarnation,
+            manifest=Manifest(
+                tensors=specs,
+                frozen=frozen,
+                lora=lora,
+                shardings=shardings,
+                sharding_of=tuple(index_of[sharding] for sharding in of_tensors),
+            ),
+            buckets=plan_buckets(specs, bucket_bytes),
+            in_flight=in_flight,
+            encodings=() if encoding == "raw" else (encoding,),
+            keep=keep,
+            deadline_s=deadline_s * _PREPARATION_SHARE,
+            lease_s=deadline_s + _LEASE_SLACK_S,
+        )
+    except ValidationError as error:
+        raise ConfigError(f"these weights cannot be published: {describe_problems(error)}") from error
 
 
 def gather_only(worker: WeightSource, bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> None:

@@ -47,6 +47,8 @@ class ModuleWeights(PartialWeightSource):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigError(f"ModuleWeights needs a torch.nn.Module, not {type(module).__name__}")
         check_wire_dtype(wire_dtype)
         self.version = version
         self.rank = rank
@@ -60,9 +62,15 @@ class ModuleWeights(PartialWeightSource):
     def parameter_specs(self) -> Sequence[TensorSpec]:
         """Return the specs of the weights that are sent.
 
-        Raises `UnsupportedError` for sharded or quantized weights, and `ConfigError` if ``skip_frozen`` leaves none.
+        Raises `UnsupportedError` for sharded or quantized weights and for a module with a LoRA, and `ConfigError` if
+        ``skip_frozen`` leaves none.
         """
         sent = self._published_tensors()
+        if adapted := [name for name in sent if "lora_A" in name.split(".")]:
+            raise UnsupportedError(
+                f"the module has a LoRA ({adapted[0]}), which is not a weight of the model: publish it with "
+                "LoraWeights, or merge it into the weights"
+            )
         if not sent:
             raise ConfigError(
                 "every parameter is frozen, so nothing would be sent; set requires_grad on the parameters you train"

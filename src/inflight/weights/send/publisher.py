@@ -9,18 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
-import anyio.from_thread
+from anyio.from_thread import BlockingPortal
 
 from inflight.base.requirements import require
 from inflight.base.tasks import combine_failures
+from inflight.base.threads import start_portal
 from inflight.contracts import (
     InferenceEndpoint,
     MergingLoraSource,
@@ -35,7 +36,8 @@ from inflight.weights.encode.bucket_bytes import Rounding
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from inflight.weights.send.endpoint_update import query_endpoint
 from inflight.weights.send.gathering import gather_rest, require_announced, weight_update_of
-from inflight.weights.send.publish import CLOSED, Publish, Stopwatch
+from inflight.weights.send.open_publish import OpenPublish
+from inflight.weights.send.publish import Publish, Stopwatch
 from inflight.weights.send.ranks import RankSenders
 from inflight.weights.send.weight_group import WeightGroup
 from inflight.weights.transports import make_sender
@@ -58,7 +60,8 @@ class WeightPublisher:
     Entering the context asks each endpoint for its capabilities and forms the weight group. If that fails, it raises
     `ConfigError`, `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and
     leaves no group or connection open. A publish forms a new group if its endpoints differ from those of the previous
-    publish, or if the previous publish failed. Use a publisher from one thread at a time.
+    publish, or if the previous publish failed. Any thread may call `run` and `start`, also during a publish; publish
+    from one thread at a time.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class WeightPublisher:
                 f"these endpoints are listed twice: {', '.join(twice)}; list each endpoint once, because it has its "
                 "own ranks in the group"
             )
+        if not run_id:
+            raise ConfigError("run_id is empty: pass a name, by which servers recognize the run when it restarts")
         if encoding not in get_args(Rounding):
             raise ConfigError(f"encoding must be one of {', '.join(get_args(Rounding))}, not {encoding!r}")
         if delta and encoding != "raw":
@@ -104,8 +109,13 @@ class WeightPublisher:
         self._connected = tuple(endpoints)
         self._endpoints: dict[InferenceEndpoint, Capabilities] = {}
         self._connect_timeout_s = connect_timeout_s
-        self._portal: anyio.from_thread.BlockingPortal | None = None
-        self._portal_context: AbstractContextManager[anyio.from_thread.BlockingPortal] | None = None
+        self._calls: set[Future[Any]] = set()
+        """The futures of `start` that are not done."""
+        self._portal: BlockingPortal | None = None
+        self._portal_thread: threading.Thread | None = None
+        self._opening = threading.Lock()
+        self._opened: OpenPublish | None = None
+        """The publish that was opened last."""
 
     @classmethod
     def connect(
@@ -157,8 +167,7 @@ class WeightPublisher:
     def __enter__(self) -> WeightPublisher:
         if self._portal is not None:
             return self
-        self._portal_context = anyio.from_thread.start_blocking_portal("asyncio")
-        self._portal = self._portal_context.__enter__()
+        self._portal, self._portal_thread = start_portal("inflight-publisher")
         try:
             self.run(self._connect)
         except BaseException:
@@ -172,16 +181,19 @@ class WeightPublisher:
         self.close()
 
     def close(self) -> None:
-        """Leave the group and close the connections. Servers keep running. Idempotent."""
+        """Cancel the calls of `start`, leave the group and close the connections. Servers keep running. Idempotent."""
         self.group.lose()
-        if self._portal is not None and self._portal_context is not None:
+        for call in [*self._calls]:
+            call.cancel()
+        if self._portal is not None and self._portal_thread is not None:
             self._portal.call(close_all, self._connected)
-            self._portal = None
-            self._portal_context.__exit__(None, None, None)
+            portal, self._portal = self._portal, None
+            portal.call(portal.stop)
+            self._portal_thread.join()
 
     def run(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run an async call in the publisher's event loop and return its result. An interrupt cancels the call."""
-        future = self.start(call, *args)
+        future = self._start(call, *args)
         try:
             return future.result()
         except BaseException:
@@ -189,9 +201,15 @@ class WeightPublisher:
             raise
 
     def start(self, call: Callable[..., Awaitable[T]], *args: Any) -> Future[T]:
-        """Start an async call in the publisher's event loop and return its future."""
+        """Start an async call in the publisher's event loop and return its future, which `close` cancels."""
+        future = self._start(call, *args)
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return future
+
+    def _start(self, call: Callable[..., Awaitable[T]], *args: Any) -> Future[T]:
         if self._portal is None:
-            raise ConfigError("this WeightPublisher is not connected; use it as a context manager")
+            raise ConfigError("this WeightPublisher is not connected, or has been closed: connect another one")
         return self._portal.start_task_soon(call, *args)
 
     def publish(
@@ -225,11 +243,15 @@ class WeightPublisher:
     ) -> OpenPublish:
         """Ask ``endpoints`` to accept an update, and return immediately. `OpenPublish.send` then sends its buckets.
 
-        The deadline starts now. Raises the errors of `Publish.prepare`.
+        The deadline starts now. Raises the errors of `Publish.prepare`, and `ConfigError` if another publish is open.
         """
         publish = Publish(self.group, endpoints, update, deadline_s=deadline_s, num_needed=num_needed, staged=staged)
-        self.run(publish.prepare)
-        return OpenPublish(self, publish, self.start(publish.run))
+        with self._opening:
+            if self._opened is not None and not self._opened.is_over:
+                raise ConfigError("this WeightPublisher is already publishing: publish from one thread at a time")
+            self.run(publish.prepare)
+            self._opened = OpenPublish(self.run, publish, self._start(publish.run))
+            return self._opened
 
     async def _connect(self) -> None:
         try:
@@ -247,59 +269,6 @@ class WeightPublisher:
             self._incarnation = 1 + max([0, *seen, *(v.incarnations.get(self.run_id, 0) for _, v in answers)])
         if self.ranks is None:  # the other ranks join in the first publish
             await self.group.form(self._endpoints, self.incarnation, self._connect_timeout_s, len(self._endpoints))
-
-
-class OpenPublish:
-    """A publish that endpoints have been asked to accept, and whose buckets have not been sent yet.
-
-    Until it ends, at its deadline at the latest, endpoints that are not staged neither sample nor accept other updates.
-    """
-
-    def __init__(self, publisher: WeightPublisher, publish: Publish, running: Future[PublishReport]) -> None:
-        self._publisher = publisher
-        self._publish = publish
-        self._running = running
-
-    @property
-    def is_over(self) -> bool:
-        return self._running.done()
-
-    def wait_until_accepted(self) -> None:
-        """Return once every endpoint has accepted the update, and those that are not staged have paused.
-
-        Raises `PublishError` if the publish ended instead; all endpoints have then resumed.
-        """
-        self._publisher.run(self._publish.wait_until_accepted)
-        if self.is_over:
-            report = self._running.result()
-            raise PublishError(f"the update was not accepted: {report.summary()}", report)
-
-    def send(self, gathered: Iterator[WeightBucket], gathering: Stopwatch | None = None) -> PublishReport:
-        """Send the buckets, and return the report. ``gathering`` measures how long gathering takes.
-
-        An exception from ``gathered``, or an interrupt, ends the publish on all endpoints before it is raised here.
-        """
-        gathering = gathering or Stopwatch()
-        try:
-            with contextlib.suppress(*CLOSED):  # the publish has ended; its report states why
-                while True:
-                    with gathering:
-                        bucket = next(gathered, None)
-                        encoded = None if bucket is None else self._publish.encode(bucket)
-                    self._publisher.run(self._publish.buckets.send, encoded)
-                    if encoded is None:
-                        break
-            report = self._running.result()
-        except BaseException as error:
-            self.end(f"{type(error).__name__} in the trainer")
-            raise
-        return replace(report, spans=replace(report.spans, gather_s=gathering.total_s))
-
-    def end(self, problem: str) -> None:
-        """End the publish on all endpoints, and return once those that can be reached have resumed. Idempotent."""
-        self._publisher.run(self._publish.end, problem)
-        with contextlib.suppress(Exception):
-            self._running.result()
 
 
 def publish_weights(
@@ -340,6 +309,10 @@ def publish_weights(
     rank, and no endpoint stays paused: reachable endpoints have aborted the update, and the others resume by themselves
     when their lease ends.
     """
+    if not isinstance(worker, WeightSource):
+        raise ConfigError(
+            f"publish_weights needs a WeightSource, not {type(worker).__name__}: pass ModuleWeights(model) or a worker"
+        )
     source = _source_for(worker, publisher, endpoints, bucket_bytes)
     targets = publisher.endpoints if endpoints is None else endpoints
     ranks = _sharing_ranks(source, publisher, targets, bucket_bytes, deadline_s)
@@ -387,7 +360,7 @@ def publish_weights(
             report = opened.send(_until_lost(require_announced(sending.buckets_of(update), update), opened))
             sending.is_applied = all(part.outcome is EndpointOutcome.APPLIED for part in report.endpoints)
     if not report.succeeded:
-        whom = "every endpoint" if quorum is None else f"{quorum} endpoints"
+        whom = "every endpoint" if quorum is None else f"{quorum} endpoint{'s' if quorum > 1 else ''}"
         raise PublishError(f"the publish did not reach {whom}: {report.summary()}", report)
     return report
 
