@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import random
 import threading
 from concurrent.futures import Future
 
@@ -36,8 +37,8 @@ class Sequence:
 
     def __init__(self, prompt, ask, index):
         self.ids, self.num_prompt, self.ask, self.logprobs, self.versions = list(prompt), len(prompt), ask, [], []
-        self.random, self.cache = torch.Generator(), None
-        self.random.seed() if ask.seed is None else self.random.manual_seed(ask.seed * 1024 + index)
+        seed = random.Random(None if ask.seed is None else f"{ask.seed}:{index}").getrandbits(40)  # seeds have 64 bits
+        self.random, self.cache = torch.Generator().manual_seed(seed), None
         filters = [TemperatureLogitsWarper(ask.temperature)] if ask.temperature else []
         filters += [TopKLogitsWarper(ask.top_k)] if ask.top_k else []
         filters += [TopPLogitsWarper(ask.top_p)] if ask.top_p < 1 else []
