@@ -466,6 +466,34 @@ class NonFiniteCounted(FsdpWorker):
             raise
 
 
+class RefusedGradientsKept(FsdpWorker):
+    """Keeps the gradients of a step that was refused."""
+
+    def step(self) -> StepResult:
+        gradients = {name: p.grad for name, p in trained_of(self).items()}
+        try:
+            return super().step()
+        except NonFiniteError:
+            for name, parameter in trained_of(self).items():
+                parameter.grad = gradients[name]
+            self._has_gradients = True
+            raise
+
+
+class RefusedStepForgets(FsdpWorker):
+    """A refused step resets the optimizer, which does not show before the first step."""
+
+    def step(self) -> StepResult:
+        try:
+            return super().step()
+        except NonFiniteError:
+            for states in self._optimizer.states.values():
+                for state in states.values():
+                    state.zero_()
+            self._optimizer.set_num_steps(0)
+            raise
+
+
 class OverflowTaken(FsdpWorker):
     """Checks only for NaN; clipping by an infinite norm makes every gradient 0."""
 
@@ -1062,6 +1090,18 @@ class MomentsLost(FsdpWorker):
         self._optimizer.set_num_steps(0)
 
 
+class MomentsKept(FsdpWorker):
+    """The moments of a checkpoint are loaded only before the first step."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        own = [(state, state.clone()) for states in self._optimizer.states.values() for state in states.values()]
+        num_steps = self._optimizer.num_steps
+        super().load(path, optimizer=optimizer)
+        if num_steps > 0:
+            for state, value in own:
+                state.copy_(value)
+
+
 class CountLost(FsdpWorker):
     def load(self, path: Path, *, optimizer: bool = True) -> None:
         super().load(path, optimizer=optimizer)
@@ -1415,6 +1455,8 @@ MUTANTS = {
     "non_finite_skipped": Mutant(NonFiniteSkipped, "W-25", "a NaN gradient is silently skipped"),
     "non_finite_zeroed": Mutant(NonFiniteZeroed, "W-25", "NaNs in gradients become 0"),
     "non_finite_counted": Mutant(NonFiniteCounted, "W-25", "the optimizer counts the refused step"),
+    "refused_gradients_kept": Mutant(RefusedGradientsKept, "W-25", "gradients of a refused step are kept"),
+    "refused_step_forgets": Mutant(RefusedStepForgets, "W-25", "a refused step resets the optimizer"),
     "non_finite_on_one_rank": Mutant(NonFiniteOnOneRank, "W-25", "only the rank of the NaN raises", num_ranks=2),
     "refused_steps_scheduled": Mutant(RefusedStepsScheduled, "W-25", "the schedule counts refused steps"),
     "overflow_taken": Mutant(OverflowTaken, "W-43", "an infinite gradient norm is taken as finite"),
@@ -1477,6 +1519,7 @@ MUTANTS = {
     "group_of_one_rank": Mutant(GroupOfOneRank, "W-73", "a rank forms a group that others do not form", num_ranks=2),
     "version_lost": Mutant(VersionLost, "W-35", "a loaded worker is at version 0"),
     "moments_lost": Mutant(MomentsLost, "W-36", "a loaded optimizer starts again"),
+    "moments_kept": Mutant(MomentsKept, "W-36", "a load after the first step keeps the worker's own moments"),
     "count_lost": Mutant(CountLost, "W-36", "a loaded optimizer counts its steps from 0"),
     "moments_saved_in_bfloat16": Mutant(MomentsSavedInBfloat16, "W-36", "moments are saved in bfloat16"),
     "schedule_restarts": Mutant(ScheduleRestarts, "W-36", "a loaded schedule starts again"),

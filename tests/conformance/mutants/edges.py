@@ -224,6 +224,12 @@ MUTANTS = (
         ),
     ),
     Mutant(
+        "last stop token ignored",
+        "E-19",
+        "Of several stop tokens, all but the first are ignored.",
+        sampling_with(lambda s: {"stop_token_ids": s.stop_token_ids[:1]}),
+    ),
+    Mutant(
         "ignore_eos ignores stop tokens",
         "E-21",
         "With ignore_eos, an end-of-sequence token in stop_token_ids is ignored.",

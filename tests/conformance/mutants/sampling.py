@@ -40,6 +40,10 @@ def top_p_before_top_k(logits: torch.Tensor, params: Sequence[SamplingParams], u
     return sample(nucleus * temperatures, [p.model_copy(update={"top_p": 1.0}) for p in params], uniforms)
 
 
+def top_k_wraps(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
+    return sample(logits, [p.model_copy(update={"top_k": p.top_k % logits.shape[-1]}) for p in params], uniforms)
+
+
 def certain_when_greedy(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
     tokens, logprobs = sample(logits, params, uniforms)
     return tokens, [p if s.temperature else 0.0 for p, s in zip(logprobs, params, strict=True)]
@@ -152,6 +156,12 @@ MUTANTS = (
     ),
     Mutant("top-k ignored", "E-14", "Tokens beyond the k most likely are sampled.", drawing_with(top_k=0)),
     Mutant("min-p ignored", "E-14", "Tokens below min-p are sampled.", drawing_with(min_p=0.0)),
+    Mutant(
+        "top-k above the vocabulary wraps",
+        "E-14",
+        "A top-k above the size of the vocabulary is taken modulo that size.",
+        drawing(top_k_wraps),
+    ),
     Mutant("top-p before top-k", "E-14", "The nucleus is taken before top-k.", drawing(top_p_before_top_k)),
     Mutant(
         "temperature missing in draws",
@@ -178,6 +188,12 @@ MUTANTS = (
         drawing(certain_when_greedy),
     ),
     Mutant("seed ignored", "E-17", "Seeds are ignored.", sampling_with(lambda _: {"seed": None})),
+    Mutant(
+        "seeds of 32 bits",
+        "E-17",
+        "Only the lower 32 bits of a seed count.",
+        sampling_with(lambda s: {} if s.seed is None else {"seed": s.seed % 2**32}),
+    ),
     Mutant(
         "one generator for all",
         "E-17",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sampler import sample
+from inflight.errors import InvalidRequestError
 from inflight.wire import (
     ChatCompletion,
     ChatCompletionChunk,
@@ -107,6 +108,32 @@ def continues_unseen(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
     endpoint.generate, endpoint._engine.stats = faulty, without_those_that_were_left
     return endpoint
+
+
+def reserving_ids(kept_after: type[BaseException]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Reserve the id of each request, and do not release it if the request ends with this error."""
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        generate, reserved = endpoint.generate, set[str]()
+
+        async def faulty(request: GenerateRequest) -> GenerateResponse:
+            if request.request_id in reserved:
+                raise InvalidRequestError(f"request_id {request.request_id!r} is in use")
+            reserved.add(request.request_id)
+            try:
+                response = await generate(request)
+            except kept_after:
+                raise
+            except BaseException:
+                reserved.discard(request.request_id)
+                raise
+            reserved.discard(request.request_id)
+            return response
+
+        endpoint.generate = faulty
+        return endpoint
+
+    return infect
 
 
 def loses_slots(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -227,6 +254,18 @@ MUTANTS = (
         "E-22",
         "The id of a running request may be used again.",
         numbering_requests(),
+    ),
+    Mutant(
+        "ids of refused requests stay in use",
+        "E-22",
+        "The id of a request that does not fit is reserved before it is refused, and never released.",
+        reserving_ids(InvalidRequestError),
+    ),
+    Mutant(
+        "ids of callers that left stay in use",
+        "E-25",
+        "The id of a request whose caller has disconnected is never released.",
+        reserving_ids(asyncio.CancelledError),
     ),
     Mutant("request outlives its caller", "E-25", "A cancelled call does not end the request.", outlives_its_caller),
     Mutant(

@@ -36,7 +36,8 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
     for seed in range(_NUM_CASES):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
         free = await subject.generate(prompt, max_tokens=24, **same)
-        stop = (free.token_ids[8], prompt[0], prompt[-1], free.token_ids[16])
+        listed = (free.token_ids[8], prompt[0], prompt[-1], free.token_ids[16])
+        stop = (*listed[seed:], *listed[:seed])  # the token that comes first takes every place in the list
         request, found = await subject.ask(prompt, max_tokens=24, stop_token_ids=stop, **same)
         ends = [i for i, token in enumerate(found.token_ids) if token in stop]
         num_stopped += _require_ended(found, ends, 24, f"stop tokens {list(stop)}")

@@ -27,6 +27,8 @@ _DRAWS_PER_REQUEST = 64
 _VARIED = 2.0
 """A temperature that no engine refuses and at which even a confident model hardly ever samples the same 16 tokens
 twice."""
+_OTHER_SEEDS = (1000, 2**64 - 4, -(2**63))
+"""The last two are the ends of the range: 64 bits, unsigned and signed. A seed that is cut to fewer bits repeats."""
 _LARGE_VOCABULARY = 10_000
 """Vocabulary size from which a draw's intervals are so narrow that rounding in 16 bits changes most draws."""
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
@@ -67,7 +69,8 @@ async def top_k_and_min_p(subject: EndpointSubject) -> None:
     temperature, top-k, top-p, min-p; alternatively, their combination is refused with UnsupportedError."""
     together = {"temperature": 1.4, "top_k": 8, "top_p": 0.7, "min_p": 0.15}
     await _require_sampled(subject, {"top_k": 5}, {"min_p": 0.3})
-    await _require_sampled(subject, {"top_k": 1}, {"min_p": 0.95}, num_prompts=1)
+    every_token = {"temperature": 1.5, "top_k": subject.capabilities.vocab_size + 1}
+    await _require_sampled(subject, {"top_k": 1}, {"min_p": 0.95}, every_token, num_prompts=1)
     try:
         await _require_sampled(subject, together)
     except UnsupportedError as error:
@@ -140,9 +143,11 @@ async def seeds(subject: EndpointSubject) -> None:
     if num_others:
         await subject.start_running(num_others)
         require_repeated(subject, zip(first, await drawn(0), strict=True), "with the same seed while others run")
-    other = await drawn(1000)
-    same = sum(one.token_ids == another.token_ids for one, another in zip(first, other, strict=True))
-    require(same == 0, f"with another seed, {same} of {len(first)} completions are the same")
+    for offset in _OTHER_SEEDS:
+        other = await drawn(offset)
+        same = sum(one.token_ids == another.token_ids for one, another in zip(first, other, strict=True))
+        words = f"with the seeds from {offset} on, {same} of {len(first)} completions are those of the seeds from 0 on"
+        require(same == 0, words)
 
 
 @check("E-18", "seeds", deadline_s=60, look_at="how the seed of completion i is derived from the request's")

@@ -87,9 +87,9 @@ async def refusals(subject: EndpointSubject) -> None:
     twice = subject.request(max_tokens=4).model_copy(update={"request_id": running.request_id})
     await subject.require_raises(subject.endpoint.generate(twice), refusal, "the id of a running request, used again,")
     for length, max_tokens in ((longest, 1), (longest + 100, 1), (longest + 100, None), (12, longest), (12, 10**6)):
-        call = subject.generate(subject.prompt(length), max_tokens=max_tokens)
+        request = subject.request(subject.prompt(length), max_tokens=max_tokens)
         what = f"a prompt of {length} with max_tokens={max_tokens} in a context of {longest}"
-        await subject.require_raises(call, refusal, what)
+        await subject.require_raises(subject.endpoint.generate(request), refusal, what)
     await subject.require_state(EndpointState.READY, "after the refusals")
     completion = (await answer).completions[0]
     num, num_asked = len(completion.token_ids), running.sampling.max_tokens
@@ -97,6 +97,7 @@ async def refusals(subject: EndpointSubject) -> None:
     again = await subject.endpoint.generate(twice)
     subject.note(running=num, served_again=len(again.completions[0].token_ids))
     require(len(again.completions[0].token_ids) == 4, "an id whose request had ended was not served again")
+    await _require_id_is_free(subject, request.request_id, "a request that did not fit was refused")
 
 
 @check("E-25", deadline_s=60)
@@ -105,9 +106,10 @@ async def a_caller_leaves(subject: EndpointSubject) -> None:
     """A request ends when its caller disconnects: a few seconds later, no part of it is running."""
     # With so many long completions, the request cannot have ended on its own.
     wanted = min(_MOST_COMPLETIONS, 4 * subject.capabilities.max_concurrent_sequences)
-    ((_, answer),) = await subject.start_running(1, n=wanted)
+    ((request, answer),) = await subject.start_running(1, n=wanted)
     answer.cancel()
     await _require_idle(subject, "generate")
+    await _require_id_is_free(subject, request.request_id, "the caller of its request disconnected")
     if subject.capabilities.streaming:
         request = subject.request(stream=True, n=wanted, max_tokens=subject.remaining_tokens())
         reader = subject.begin(_read(subject, request))
@@ -146,6 +148,21 @@ async def _require_idle(subject: EndpointSubject, call: str) -> None:
     left = time.monotonic()
     await until_running(subject, 0, _GONE_S, f"the request whose caller cancelled {call} was still running")
     subject.note(**{f"seconds until idle, {call}": round(time.monotonic() - left, 3)})
+
+
+async def _require_id_is_free(subject: EndpointSubject, request_id: str, when: str) -> None:
+    """Require that a new request may have this id, at the latest a few seconds after ``when``."""
+    request = subject.request(max_tokens=4).model_copy(update={"request_id": request_id})
+    deadline = time.monotonic() + _GONE_S
+    while True:
+        try:
+            await subject.endpoint.generate(request)
+        except InvalidRequestError as error:
+            if time.monotonic() > deadline:
+                fail(f"a request with id {request_id!r} is refused {_GONE_S:g} s after {when}: {error}")
+            await asyncio.sleep(0.05)
+        else:
+            return
 
 
 def _require_id(request: GenerateRequest, response: GenerateResponse) -> None:

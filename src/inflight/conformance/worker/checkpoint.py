@@ -50,20 +50,25 @@ def training_continues_after_a_load(subject: WorkerSubject) -> None:
     _train(steady, subject, 0, 1)
     steady.save(path)
     start = gathered(steady)
-    resumed = create_scheduled(subject)
-    resumed.load(path)
-    expected, found = _train(steady, subject, 2, 3), _train(resumed, subject, 2, 3)
-    rates = {"without": expected.learning_rate, "with": found.learning_rate}
-    subject.note(learning_rates=rates, versions=[expected.version, found.version])
-    weights, expected_weights = gathered(resumed), gathered(steady)
-    words = f"the resumed worker is at version {found.version}, not {expected.version}"
-    require(found.version == expected.version, words)
-    require(rates["with"] == rates["without"], f"the learning rate with and without a resume in between: {rates}")
-    if subject.rank == 0:
-        # The same worker computes both; moments in bfloat16 would make a difference of 1e-3.
-        allowed = min(subject.tolerance.change, 2 * subject.tolerance.update)
-        what = "two steps with and without a preceding resume"
-        compare_changes(subject, start, expected_weights, weights, what, relative=allowed)
+    expected = _train(steady, subject, 2, 3)
+    expected_weights = gathered(steady)
+    for name, resumed in {"a new worker": create_scheduled(subject), "the worker that continued": steady}.items():
+        resumed.load(path)
+        found = _train(resumed, subject, 2, 3)
+        weights = gathered(resumed)
+        rates = {"without": expected.learning_rate, "with": found.learning_rate}
+        subject.note(**{f"learning_rates ({name})": rates, f"versions ({name})": [expected.version, found.version]})
+        words = f"{name} is at version {found.version} after loading and two steps, not {expected.version}"
+        require(found.version == expected.version, words)
+        require(
+            rates["with"] == rates["without"],
+            f"the learning rate with and without a load in between, for {name}: {rates}",
+        )
+        if subject.rank == 0:
+            # The same worker computes both; moments in bfloat16 would make a difference of 1e-3.
+            allowed = min(subject.tolerance.change, 2 * subject.tolerance.update)
+            what = f"two steps of {name} after a load, and the same steps without it"
+            compare_changes(subject, start, expected_weights, weights, what, relative=allowed)
 
 
 @check(

@@ -105,6 +105,8 @@ def step_without_gradient_is_refused(subject: WorkerSubject) -> None:
 def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
     """step() raises NonFiniteError on every rank if the gradient norm is not finite, and changes nothing."""
     worker, steady = create_scheduled(subject), create_scheduled(subject)
+    for good in (worker, steady):  # so that the optimizer has moments, which the refused step must not change
+        take_steps(good, [_batch(subject, 4)])
     before = gathered(worker)
     batch = _batch(subject, 1)
     is_culprit = subject.data_rank == subject.data_size - 1
@@ -116,9 +118,11 @@ def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
     subject.note(error_and_version_by_rank=everyone)
     refused = isinstance(error, NonFiniteError)
     subject.require_on_all_ranks(refused, f"a gradient of NaN raises {words_of(error)}, not NonFiniteError")
-    words = f"the step after the refused one raises {words_of(left)}, not TrainerError: gradients are left"
-    subject.require_on_all_ranks(isinstance(left, TrainerError), words)
-    _require_unchanged(subject, before, after, version)
+    words = f"a step that follows the refused one without a backward() raises {words_of(left)}, "
+    words += "not TrainerError: gradients are left"
+    is_cleared = isinstance(left, TrainerError) and not isinstance(left, NonFiniteError)
+    subject.require_on_all_ranks(is_cleared, words)
+    _require_unchanged(subject, before, after, version, expected_version=1)
     _compare_good_steps(subject, worker, steady, before)
 
 
@@ -165,12 +169,17 @@ def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
 
 
 def _require_unchanged(
-    subject: WorkerSubject, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], version: int
+    subject: WorkerSubject,
+    before: Mapping[str, torch.Tensor],
+    after: Mapping[str, torch.Tensor],
+    version: int,
+    *,
+    expected_version: int = 0,
 ) -> None:
     """Fail unless a refused step left weights and version unchanged. All ranks call this."""
     changed = differing(before, after)
-    words = f"the refused step leaves version {version} and {len(changed)} changed tensors"
-    subject.require_on_all_ranks(version == 0 and not changed, words)
+    words = f"the refused step leaves version {version}, not {expected_version}, and {len(changed)} changed tensors"
+    subject.require_on_all_ranks(version == expected_version and not changed, words)
 
 
 def _compare_good_steps(
