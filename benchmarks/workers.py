@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import os
 import socket
@@ -37,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from inflight.base.peak_memory import PeakMemory
 from inflight.contracts import TrainerWorker
 from inflight.types import MicroBatch
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
@@ -70,21 +70,12 @@ def make_model(path: Path, hidden_size: int, num_layers: int, vocab_size: int = 
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def resident_bytes(key: str) -> int:
-    """Return ``VmRSS`` or ``VmHWM``, the peak since `measured` began."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
-
-
 def measured(do: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     """Return what ``do`` returns, by how much resident memory grew at its peak and for good, and the seconds."""
-    gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before, started = resident_bytes("VmRSS"), time.monotonic()
+    memory, started = PeakMemory(), time.monotonic()
     result = do()
     seconds = time.monotonic() - started
-    peak, after = resident_bytes("VmHWM"), resident_bytes("VmRSS")
-    return result, {"peak_bytes": peak - before, "kept_bytes": after - before, "seconds": seconds}
+    return result, {"peak_bytes": memory.grown_bytes(), "kept_bytes": memory.kept_bytes(), "seconds": seconds}
 
 
 def ours(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import re
@@ -18,13 +19,18 @@ class PeakMemory:
 
     def __init__(self) -> None:
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
+        with contextlib.suppress(AttributeError):  # only glibc has it
+            ctypes.CDLL(None).malloc_trim(0)
         _CLEAR_REFS.write_text("5")
         self._before = _bytes_of("VmRSS")
 
     def grown_bytes(self) -> int:
         """Return by how many bytes the peak since the start exceeds the memory at the start."""
         return _bytes_of("VmHWM") - self._before
+
+    def kept_bytes(self) -> int:
+        """Return by how many bytes the memory now exceeds the memory at the start."""
+        return _bytes_of("VmRSS") - self._before
 
 
 def _bytes_of(field: str) -> int:

@@ -75,8 +75,9 @@ class TransportResult:
     limit_s: Spread
     copy_s: Spread
     """The time of one copy of the same bytes in memory."""
-    grown_bytes: int
-    """How much the memory of the publishing process grew at its peak, memory shared with the server included."""
+    grown_bytes: int | None
+    """How much the memory of the publishing process grew at its peak, memory shared with the server included; None if
+    the system does not report it."""
 
     @property
     def gb_per_s(self) -> float:
@@ -161,7 +162,7 @@ def _measure_transport(
     copies = limits.copy_s(size_bytes, num_rounds)
     idle: list[PublishReport] = []
     busy: list[PublishReport] = []
-    memory = PeakMemory()
+    memory = _peak_memory()
     with _publisher(transport, server, place / "store") as publisher:
         for i in range(2 * num_rounds + 2):
             is_busy = i > num_rounds
@@ -172,7 +173,7 @@ def _measure_transport(
             if i in (0, num_rounds + 1):
                 continue  # warm-up: the first publish touches new memory, the first busy one waits for the prompts
             (busy if is_busy else idle).append(report)
-    grown_bytes = memory.grown_bytes()
+    grown_bytes = None if memory is None else memory.grown_bytes()
     _, after = _limit(transport, size_bytes, num_rounds, place)
     return TransportResult(
         transport=transport,
@@ -185,6 +186,13 @@ def _measure_transport(
         copy_s=_spread([*copies, *limits.copy_s(size_bytes, num_rounds)]),
         grown_bytes=grown_bytes,
     )
+
+
+def _peak_memory() -> PeakMemory | None:
+    try:
+        return PeakMemory()
+    except OSError:  # not Linux, or not permitted
+        return None
 
 
 def _spread(seconds: Sequence[float]) -> Spread:
@@ -212,7 +220,7 @@ def table(results: Sequence[TransportResult]) -> str:
             "GB/s": f"{result.gb_per_s:.2f}",
             "limit": f"{result.limit} {_ms(result.limit_s)}",
             "share": f"{100 * result.share_of_limit:.0f} %",
-            "memory": f"{result.grown_bytes / 1e6:,.0f} MB",
+            "memory": "" if result.grown_bytes is None else f"{result.grown_bytes / 1e6:,.0f} MB",
         }
         for result in results
     ]

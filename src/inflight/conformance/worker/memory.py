@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import re
-from pathlib import Path
-
 import torch
 
+from inflight.base.peak_memory import PeakMemory
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.worker.batches import make_batch
 from inflight.conformance.worker.subject import WorkerSubject
@@ -18,29 +14,23 @@ LEVEL = "gather"
 _MIB = 1024 * 1024
 _SLACK_BYTES = 16 * _MIB
 """Memory allowed for the allocator and for communication, in addition to the tensors."""
-_CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 @check("W-34", deadline_s=60)
 @look_at("a full state dict before the first bucket; a list of buckets; tensors that the generator still holds")
 def gathering_takes_a_few_buckets(subject: WorkerSubject) -> None:
     """Gathering needs memory for a few buckets, not for the whole model."""
-    if not _CLEAR_REFS.exists():
-        skip("the peak of memory is read from Linux's /proc/self, which does not exist here")
     worker = subject.create(model=subject.large_model("large", hidden_size=512, num_layers=10))
     with torch.no_grad():
         worker.forward(make_batch((3,), seed=170))  # load everything that is loaded at first use
     plan = plan_buckets(worker.parameter_specs(), 1)
     model_bytes, largest = sum(b.size_bytes for b in plan), max(b.size_bytes for b in plan)
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    before = _bytes_of("VmRSS")
     try:
-        _CLEAR_REFS.write_text("5")
+        memory = PeakMemory()
     except OSError as error:
-        skip(f"the peak of memory cannot be reset: {error}")
+        skip(f"the Linux kernel does not report or reset the peak of memory here: {error}")
     devices = {tensor.device.type for bucket in worker.gather_weights(plan) for tensor in bucket.tensors}
-    grown = _bytes_of("VmHWM") - before
+    grown = memory.grown_bytes()
     allowed = 8 * largest + _SLACK_BYTES
     figures = {"grown": grown, "allowed": allowed, "model": model_bytes, "largest_bucket": largest}
     subject.note(**{f"{name}_mib": round(size / _MIB, 1) for name, size in figures.items()})
@@ -51,10 +41,3 @@ def gathering_takes_a_few_buckets(subject: WorkerSubject) -> None:
         f"gathering {model_bytes / _MIB:.0f} MiB in buckets of {largest / _MIB:.1f} MiB at most takes "
         f"{grown / _MIB:.0f} MiB at its peak",
     )
-
-
-def _bytes_of(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
-    if found is None:
-        skip(f"{_STATUS} does not contain {field}")
-    return int(found[1]) * 1024
