@@ -247,7 +247,6 @@ def measure_memory(hidden_size: int, num_layers: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
         num_parameters = make_model(path, hidden_size, num_layers)
-        gc.collect()
         row: dict[str, Any] = {
             "num_parameters": num_parameters,
             "ranks": NUM_RANKS,
