@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +191,26 @@ def test_a_refusal_that_publishing_again_would_not_change_is_raised(
     with pytest.raises(PublishError, match="refused"):
         fleet.publish(PlainWorker(tensors, 1), deadline_s=10.0)
     assert fleet.healthy == ()
+
+
+def test_shared_memory_is_released_before_the_connections_are_closed_which_a_hanging_server_delays(
+    make_fleet: Make, start_server: Start, model_dir: Path, worker: PlainWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = make_fleet(start_server(model_dir), transport="shm")
+    publish(fleet, worker)
+    sender: Any = fleet._publisher.group.sender
+    home: Path = sender._home.path
+    assert home.exists()
+    left: list[bool] = []
+    closing = HttpEndpoint.aclose
+
+    def aclose(endpoint: HttpEndpoint) -> Coroutine[Any, Any, None]:
+        left.append(home.exists())
+        return closing(endpoint)
+
+    monkeypatch.setattr(HttpEndpoint, "aclose", aclose)
+    fleet.close()
+    assert left and not any(left)
 
 
 def test_a_quorum_is_at_least_one() -> None:

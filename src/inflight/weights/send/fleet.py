@@ -193,7 +193,11 @@ class Fleet:
             member.backoff.due_at = 0.0
 
     def close(self) -> None:
-        """Close the publisher and every connection. Servers keep running. Idempotent."""
+        """Close the publisher and every connection. Servers keep running. Idempotent.
+
+        What the group holds, such as shared memory, is released first: a server that hangs can delay the rest.
+        """
+        self._publisher.group.lose()
         self.set_members(())
         self._publisher.close()
 
