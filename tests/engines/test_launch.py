@@ -197,8 +197,9 @@ def test_descendants_of_an_engine_that_ended_are_ended_too(tmp_path: Path) -> No
 
 
 SHARING = """
-import mmap, multiprocessing, os, pathlib, sys, time
+import mmap, multiprocessing.resource_tracker, os, pathlib, sys, time
 semaphore = multiprocessing.get_context("spawn").Semaphore()
+os.kill(multiprocessing.resource_tracker._resource_tracker._pid, 9)  # as its supervisor may kill it
 loads = pathlib.Path(f"/dev/shm/sglang_loads_{os.getpid()}.shm")
 loads.write_bytes(bytes(4096))
 of_another = pathlib.Path(sys.argv[2])

@@ -34,8 +34,13 @@ _POLL_S = 0.1
 _SHORT_S = 0.5
 _NOT_FOUND = 127
 _LOOK_EVERY_S = 5.0
-_SHARED = re.compile(r"/dev/shm/(?:sem\.mp-|psm_|sglang_loads_)[^/\s]+$", re.MULTILINE)
-"""Semaphores and shared memory of Python's multiprocessing and of SGLang, as they appear in a process's memory maps."""
+_SHARED = re.compile(r"(?:sem\.mp-|psm_|sglang_loads_)[^/\s]+")
+"""Names of semaphores and shared memory of Python's multiprocessing and of SGLang in `_MEMORY`."""
+_MEMORY = "/dev/shm"
+_MAPPED = re.compile(rf" (\d+) +{_MEMORY}/", re.MULTILINE)
+"""The inode number of a file in `_MEMORY`, in a process's memory maps. Its name there does not identify it: the process
+that created a semaphore maps it by a temporary name, which has been removed.
+"""
 
 
 _MAX_DIRECTORY_BYTES = 70
@@ -169,10 +174,15 @@ def _remaining_processes(child: int) -> list[int]:
 
 def _shared_by(pids: Sequence[int]) -> set[str]:
     """Return the semaphores and shared memory in the memory maps of processes; without /proc, none."""
-    found = set[str]()
+    mapped = set[int]()
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/maps") as file:
-            found |= {*_SHARED.findall(file.read())}
+            mapped |= {int(number) for number in _MAPPED.findall(file.read())}
+    found = set[str]()
+    for name in filter(_SHARED.fullmatch, os.listdir(_MEMORY) if mapped else []):
+        with contextlib.suppress(OSError):
+            if os.stat(f"{_MEMORY}/{name}").st_ino in mapped:
+                found.add(f"{_MEMORY}/{name}")
     return found
 
 
