@@ -14,7 +14,7 @@ from inflight.types import TaskItem
 
 _LONG = 4000
 """Characters of a prompt that no server takes."""
-_WAIT_S = 4.0
+_WAIT_S = 40.0
 
 
 class RewardError(Exception):
