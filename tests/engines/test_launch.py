@@ -282,6 +282,7 @@ def test_temporary_files_of_an_engine_are_removed_however_it_ends(
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t-") as short:
         monkeypatch.setenv("TMPDIR", short)
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # which torch sets once it has compiled something
         for at_once in (True, False):
             ready, log = tmp_path / f"ready-{at_once}", tmp_path / f"log-{at_once}"
             options = EngineOptions(model=Path("model"), arguments=(str(ready),))

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 from anyio.from_thread import BlockingPortal
 
 from inflight.base.requirements import require
-from inflight.base.tasks import combine_failures
+from inflight.base.tasks import cancel_and_wait, combine_failures
 from inflight.base.threads import start_portal
 from inflight.contracts import (
     InferenceEndpoint,
@@ -109,8 +109,8 @@ class WeightPublisher:
         self._connected = tuple(endpoints)
         self._endpoints: dict[InferenceEndpoint, Capabilities] = {}
         self._connect_timeout_s = connect_timeout_s
-        self._calls: set[Future[Any]] = set()
-        """The futures of `start` that are not done."""
+        self._calls: set[asyncio.Task[Any]] = set()
+        """The calls of `start` that are running."""
         self._portal: BlockingPortal | None = None
         self._portal_thread: threading.Thread | None = None
         self._opening = threading.Lock()
@@ -183,9 +183,8 @@ class WeightPublisher:
     def close(self) -> None:
         """Cancel the calls of `start`, leave the group and close the connections. Servers keep running. Idempotent."""
         self.group.lose()
-        for call in [*self._calls]:
-            call.cancel()
         if self._portal is not None and self._portal_thread is not None:
+            self._portal.call(self._cancel_calls)
             self._portal.call(close_all, self._connected)
             portal, self._portal = self._portal, None
             portal.call(portal.stop)
@@ -202,10 +201,19 @@ class WeightPublisher:
 
     def start(self, call: Callable[..., Awaitable[T]], *args: Any) -> Future[T]:
         """Start an async call in the publisher's event loop and return its future, which `close` cancels."""
-        future = self._start(call, *args)
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
-        return future
+        return self._start(self._call, call, *args)
+
+    async def _call(self, call: Callable[..., Awaitable[T]], *args: Any) -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        try:
+            return await call(*args)
+        finally:
+            self._calls.discard(task)
+
+    async def _cancel_calls(self) -> None:
+        await cancel_and_wait(*self._calls)
 
     def _start(self, call: Callable[..., Awaitable[T]], *args: Any) -> Future[T]:
         if self._portal is None:
