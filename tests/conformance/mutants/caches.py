@@ -98,10 +98,10 @@ def sharing_blocks(key: Callable[[tuple[int, ...], int, int], object], page: int
     return infect
 
 
-def continuing_completions(num_missing: int) -> Any:
+def continuing_completions(num_missing: int, *, is_dropped: bool = True) -> Any:
     """Keep the keys and values of finished completions for prompts that continue them, in pages of one token.
 
-    Those of the last ``num_missing`` tokens have not been computed.
+    Those of the last ``num_missing`` tokens have not been computed. ``is_dropped`` states whether an update drops all.
     """
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -128,7 +128,8 @@ def continuing_completions(num_missing: int) -> Any:
             return append(drawn)
 
         def loading(*arguments: Any) -> None:
-            kept.clear()
+            if is_dropped:
+                kept.clear()
             load(*arguments)
 
         engine.scheduler.finish, engine.steps._append, engine.load = finishing, appending, loading
@@ -240,6 +241,12 @@ MUTANTS = (
         "E-87",
         "A prompt that continues a completion reuses the last token, which was never computed.",
         continuing_completions(1),
+    ),
+    Mutant(
+        "stale completions continued",
+        "U-30",
+        "A prompt that continues a completion of older weights gets their keys and values.",
+        continuing_completions(1, is_dropped=False),
     ),
     Mutant(
         "stale prefix cache",

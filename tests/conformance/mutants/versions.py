@@ -20,6 +20,19 @@ def stamped_at_admission(endpoint: EmbeddedEndpoint, append: Any, drawn: Any) ->
     return reason
 
 
+@replaces("_engine.steps._append")
+def ended_a_step_later(endpoint: EmbeddedEndpoint, append: Any, drawn: Any) -> Any:
+    ended: dict[int, str] = endpoint.__dict__.setdefault("ended", {})
+    sequence, version = drawn.sequence, endpoint._engine.steps.version
+    if (reason := ended.pop(id(sequence), None)) is not None:  # the token that has just been drawn is dropped
+        last = len(sequence.token_ids) - 1
+        sequence.spans = [span for span in sequence.spans if span[1] < last] + [(version, last)]
+        return reason
+    if (reason := append(drawn)) is not None:
+        ended[id(sequence)] = reason
+    return None
+
+
 @replaces("_engine.load")
 def relabelled(endpoint: EmbeddedEndpoint, load: Any, tensors: Any, version: int, policy: InFlightPolicy) -> None:
     load(tensors, version, policy)
@@ -67,6 +80,12 @@ MUTANTS = (
         "U-20",
         "All tokens of a request get the version that was served when it was admitted.",
         stamped_at_admission,
+    ),
+    Mutant(
+        "last token labelled a step later",
+        "U-20",
+        "Whether a completion has ended is found out in the next step, whose version its last token gets.",
+        ended_a_step_later,
     ),
     Mutant(
         "relabelled under recompute",

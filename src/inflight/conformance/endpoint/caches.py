@@ -61,11 +61,17 @@ async def prefix(subject: EndpointSubject) -> None:
     for i in range(max(len(kinds), len(policies) + 1)):
         kind, policy = kinds[i % len(kinds)], policies[i % len(policies)]
         before = chain.served
-        await subject.require_serves(before, f"before {kind.name} under {policy}", prompt)
+        request, first = await subject.ask(prompt, max_tokens=4)
+        subject.require_sampled_from(before, request, first, f"a request before {kind.name} under {policy}")
         after = await chain.publish(kind, policy)
-        request, completion = await subject.ask(prompt, max_tokens=4)
-        what = f"after {kind.name} under {policy}, a prompt seen before"
-        await _require_nothing_stale(subject, before, after, request, completion, what)
+        # The continuation is first, or it could use what the new weights compute for the prompt.
+        for asked, what in (
+            ((*prompt, *first.token_ids), "a prompt that continues a completion of the old weights"),
+            (prompt, "a prompt seen before"),
+        ):
+            request, completion = await subject.ask(asked, max_tokens=4)
+            words = f"after {kind.name} under {policy}, {what}"
+            await _require_nothing_stale(subject, before, after, request, completion, words)
 
 
 async def _updates(

@@ -15,7 +15,7 @@ import torch
 from inflight.conformance.checks import check, fail, require
 from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
-from inflight.conformance.endpoint.waiting import SLOWNESS
+from inflight.conformance.endpoint.waiting import SERVED_S, SLOWNESS, until
 from inflight.conformance.reference import ReferenceWeights, chosen, distribution
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, InFlightPolicy, VersionSpan
 
@@ -25,6 +25,10 @@ _SHARPNESS = 4.0
 _NUM_UPDATES, _NUM_TRIES = 4, 3
 _NUM_TOKENS = 600
 """Number of tokens of each running request: enough for a few updates."""
+_NUM_LONG, _NUM_SHORT = 4, 12
+"""Numbers of long requests, and of clients whose short requests end around each update."""
+_MOST_SHORT, _NUM_LATEST = 4, 3
+"""Largest number of tokens of a short request, and the number of requests of each such client that are compared."""
 _DECISIVE = 5.0
 """A token's colour is certain if its logprobs under A and B differ by at least this many nats."""
 _IMPOSSIBLE = 1e-9
@@ -32,7 +36,10 @@ _IMPOSSIBLE = 1e-9
 are small, tokens of the other colour are occasionally sampled."""
 _MOVED = 0.75
 """The share of a completion's tokens that rounding may change too much: a sharp model amplifies rounding."""
-_LOOK_AT = "when the version of a token is recorded: in the step that sampled it with the weights, not at admission"
+_LOOK_AT = (
+    "when the version of a token is recorded: in the step that sampled it with the weights, neither at admission nor "
+    "when the completion ends"
+)
 
 
 async def publish_next(
@@ -104,19 +111,46 @@ async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlig
         published: dict[int, ReferenceWeights] = {}
         await publish_next(subject, published)
         running = await subject.start_running(
-            max(1, min(4, num_slots - 1)), max_tokens=min(_NUM_TOKENS, subject.context_len // 2)
+            max(1, min(_NUM_LONG, num_slots - 1)), max_tokens=min(_NUM_TOKENS, subject.context_len // 2)
         )
         for _ in range(_NUM_UPDATES):
-            if num_slots > 1:
-                await subject.generate(max_tokens=4)  # meanwhile, the others sample about as many tokens
-            else:
-                await asyncio.sleep(0.03 * SLOWNESS.get())
-            running += subject.start(4, 24)
-            await publish_next(subject, published, policy)
+            running += await _publish_while_requests_end(subject, published, policy)
         seen = await _check_all(subject, running, published)
         if any(len(task.result().completions[0].version_spans) > 1 for _, task in running):
             return
     fail(f"no request has tokens of several of the versions {sorted(seen)}: nothing was in flight")
+
+
+async def _publish_while_requests_end(
+    subject: EndpointSubject, published: dict[int, ReferenceWeights], policy: InFlightPolicy
+) -> Running:
+    """Publish the next version while so many short requests run that some of them end in the last step before it.
+
+    Return the requests that ran at about that time.
+    """
+    latest: list[Running] = []
+    is_published = False
+
+    async def client(number: int) -> None:
+        own: Running = []
+        latest.append(own)
+        while not is_published:
+            num_tokens = 1 + (number + len(own)) % _MOST_SHORT
+            own += subject.start(1, num_tokens)
+            await own[-1][1]
+
+    num_slots = subject.capabilities.max_concurrent_sequences
+    num_clients = max(1, min(_NUM_SHORT, num_slots - _NUM_LONG))
+    clients = [subject.begin(client(number)) for number in range(num_clients)]
+    if num_slots > 1:  # meanwhile, the long requests sample tokens too
+        is_busy = "short requests next to long ones were not answered"
+        await until(lambda: sum(map(len, latest)) > 2 * num_clients, SERVED_S, is_busy, clients)
+    else:
+        await asyncio.sleep(0.03 * SLOWNESS.get())
+    await publish_next(subject, published, policy)
+    is_published = True
+    await asyncio.gather(*clients)
+    return [pair for own in latest for pair in own[-_NUM_LATEST:]]
 
 
 @check("U-22", "updates drain", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.DRAIN)
