@@ -66,7 +66,7 @@ async def prefix(subject: EndpointSubject) -> None:
         after = await chain.publish(kind, policy)
         # The continuation is first, or it could use what the new weights compute for the prompt.
         for asked, what in (
-            ((*prompt, *first.token_ids), "a prompt that continues a completion of the old weights"),
+            ((*prompt, *first.token_ids, prompt[0]), "a prompt that continues a completion of the old weights"),
             (prompt, "a prompt seen before"),
         ):
             request, completion = await subject.ask(asked, max_tokens=4)
