@@ -18,6 +18,7 @@ from inflight.engines.launch import EngineProcess, start_engine
 from inflight.engines.process_tree import dead_part, vital_parts
 from inflight.errors import InflightError
 from inflight.http.kinds import load_engine_kind
+from tests.campaigns.places import is_alive
 from tests.campaigns.schedule import ENGINE, ENGINE_CORE
 
 _CORES = {"vllm": "VLLM::EngineCor", "sglang": "sglang::schedul"}
@@ -174,7 +175,7 @@ class LiveEngine:
             with self._changed:
                 self.up_since = time.monotonic()
                 self._changed.notify_all()
-            while not self._is_closing and dead_part(first, parts) is None and _lives(first):
+            while not self._is_closing and dead_part(first, parts) is None and is_alive(first):
                 time.sleep(_LOOK_S)
             with self._changed:
                 self.up_since = None
@@ -199,12 +200,6 @@ def engine_of_server(server: int) -> dict[str, int]:
             if parent == server and b"supervise.py" in (entry.parent / "cmdline").read_bytes():
                 return engine_parts(int(entry.parent.name))
     return {}
-
-
-def _lives(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 @contextlib.contextmanager

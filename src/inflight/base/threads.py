@@ -58,7 +58,8 @@ def result_unless_abandoned(abandoned: Future[str], result: Future[T], name: str
 def start_portal(name: str) -> tuple[BlockingPortal, threading.Thread]:
     """Start an event loop in a thread. Return its portal, and the thread, which ends once the portal is stopped.
 
-    Unlike `anyio.from_thread.start_blocking_portal`, nothing has to be closed before the process exits.
+    Unlike `anyio.from_thread.start_blocking_portal`, nothing has to be closed before the process exits. Raises the
+    error of a loop that does not start, for example because no file can be opened.
     """
     started: Future[BlockingPortal] = Future()
 
@@ -67,7 +68,15 @@ def start_portal(name: str) -> tuple[BlockingPortal, threading.Thread]:
             started.set_result(portal)
             await portal.sleep_until_stopped()
 
-    thread = threading.Thread(target=anyio.run, args=(serve,), name=name, daemon=True)
+    def run() -> None:
+        try:
+            anyio.run(serve)
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     return started.result(), thread
 

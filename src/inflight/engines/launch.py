@@ -45,6 +45,7 @@ second.
 """
 _ASSIGNED_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _NUM_PORTS = 12_000
+"""Number of ports below that range among which an engine's is chosen."""
 _NUM_TRIED = 16
 _QUOTED_LINES = 20
 _QUOTED_WIDTH = 300

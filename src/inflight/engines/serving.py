@@ -127,8 +127,12 @@ def _serve_process(
         )
 
         async def until_ready() -> None:
-            report = partial(_report_waiting, note, kind.name)
-            await until_described(engine, endpoint, process.start_timeout_s, report)
+            await until_described(
+                engine,
+                endpoint,
+                process.start_timeout_s,
+                lambda seconds: note(f"waiting for {kind.name} ... {seconds:.0f} s"),
+            )
 
         asyncio.run(
             serving(
@@ -160,10 +164,6 @@ async def until_described(
                 raise
         else:
             return
-
-
-def _report_waiting(note: Note, name: str, seconds: float) -> None:
-    note(f"waiting for {name} ... {seconds:.0f} s")
 
 
 def _check(spec: ServerSpec, kind: EngineKind | None) -> None:
