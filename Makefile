@@ -168,9 +168,13 @@ PATIENT := --deadline-scale 3
 
 STANDS = $(if $(CHANGED),$(BIN)/python -m inflight.conformance.sources docs/certificates/$(1).json ||)
 
+# Pages have tables that are rendered from the kept certificates: rendered at once, also after a failure, so that no
+# commit has new certificates and old tables.
+RENDERED = trap '$(if $(filter docs/certificates,$(CERTIFICATES)),$(BIN)/python -m benchmarks.tables.pages)' EXIT;
+
 define CERTIFY
 mkdir -p $(CERTIFICATES)
-$(call STANDS,$(1)-$(2)) $(BIN)/inflight check endpoint $(PATIENT) --json $(CERTIFICATES)/$(1)-$(2).json \
+$(RENDERED) $(call STANDS,$(1)-$(2)) $(BIN)/inflight check endpoint $(PATIENT) --json $(CERTIFICATES)/$(1)-$(2).json \
   --expected-failures engines/$(1)-expected.toml --serve "$(call SERVE,$(1),$(2))"
 endef
 
@@ -185,14 +189,14 @@ STAGES := 2 3
 
 certificates-trainers: $(STAMP)
 	mkdir -p $(CERTIFICATES)
-	$(foreach it,$(TRAINERS),{ $(call STANDS,$(it)-ranks) $(BIN)/inflight check worker $(PATIENT) \
+	$(RENDERED) $(foreach it,$(TRAINERS),{ $(call STANDS,$(it)-ranks) $(BIN)/inflight check worker $(PATIENT) \
 	  $(firstword $(subst -, ,$(it))) \
 	  --ranks $(lastword $(subst -, ,$(it))) --option device=cpu --json $(CERTIFICATES)/$(it)-ranks.json; } &&) true
-	$(foreach it,$(LAYOUTS),{ $(call STANDS,$(subst =,-,$(it))) $(BIN)/inflight check worker $(PATIENT) \
+	$(RENDERED) $(foreach it,$(LAYOUTS),{ $(call STANDS,$(subst =,-,$(it))) $(BIN)/inflight check worker $(PATIENT) \
 	  $(firstword $(subst -, ,$(it))) --ranks $(word 2,$(subst -, ,$(it))) \
 	  --ranks-option $(lastword $(subst -, ,$(it))) --option device=cpu \
 	  $(if $(findstring expert,$(it)),--experts) --json $(CERTIFICATES)/$(subst =,-,$(it)).json; } &&) true
-	$(foreach it,$(STAGES),{ $(call STANDS,deepspeed-2-zero_stage-$(it)) PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed \
+	$(RENDERED) $(foreach it,$(STAGES),{ $(call STANDS,deepspeed-2-zero_stage-$(it)) PYTHONPATH=$(CURDIR)/$(VENV)/deepspeed \
 	  $(BIN)/inflight check worker $(PATIENT) deepspeed --ranks 2 --option zero_stage=$(it) --option device=cpu \
 	  --json $(CERTIFICATES)/deepspeed-2-zero_stage-$(it).json; } &&) true
 
