@@ -258,6 +258,7 @@ def planned_s(row: dict[str, Any]) -> float:
         sender_gbit_per_s=LINK_MBIT / 1000,
         endpoint_gbit_per_s=row["server_mbit"] / 1000,
         senders=row["num_ranks"],
+        forwarded=row["transport"] == "gloo",
     )
     return links.links().transfer_s(row["num_servers"])
 

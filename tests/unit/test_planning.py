@@ -415,10 +415,11 @@ def test_what_shares_cores_fairly_is_at_most_as_many_times_slower_as_there_are_p
 
 
 def test_links_predict_the_publishes_that_were_measured_between_hosts() -> None:
-    """Within 15 %, or 0.4 s of a publish that takes little more than a second."""
-    rows = [row for row in kept_rows("rows", "sharded") if row["transport"] == "http"]
-    rows = [row for row in rows if not row["delta"] and not row["overlaps"]]
+    """With 0.1 s for what is no transfer; five hosts on two cores miss the bandwidth of their links."""
+    rows = [row for row in kept_rows("rows", "sharded") if not row["delta"] and not row["overlaps"]]
     for row in rows:
+        of_row = (row["transport"], row["num_ranks"], row["num_servers"])
         measured_s = statistics.median(it["wall_s"] for it in row["rounds"]["sharded"])
-        assert abs(planned_s(row) - measured_s) <= max(0.15 * measured_s, 0.4), row["num_ranks"]
-    assert {row["num_ranks"] for row in rows} == {1, 2, 4}
+        allowed = 0.2 if of_row == ("http", 4, 1) else 0.1
+        assert abs(planned_s(row) + 0.1 - measured_s) <= allowed * measured_s, of_row
+    assert len({(row["transport"], row["num_ranks"]) for row in rows}) == 6

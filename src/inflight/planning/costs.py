@@ -100,12 +100,17 @@ class Links:
     """Bandwidth of each sending trainer host's link."""
     endpoint_bytes_per_s: float
     """Bandwidth of each endpoint host's link."""
+    are_forwarded: bool = False
+    """Whether endpoints forward what they receive, as in gloo's broadcast, which is a binomial tree."""
 
     def transfer_s(self, num_endpoints: int) -> float:
         """Return how long a transfer takes if each endpoint receives all weights and senders share the sending
         equally."""
-        sending = num_endpoints * self.size_bytes / (self.num_senders * self.sender_bytes_per_s)
-        return _HEADERS * max(sending, self.size_bytes / self.endpoint_bytes_per_s)
+        num_sent = num_endpoints.bit_length() if self.are_forwarded else num_endpoints
+        # The first endpoint that a sender of a tree serves forwards to one endpoint fewer than the sender does.
+        num_through_endpoint = max(1, num_sent - 1) if self.are_forwarded else 1
+        sending = num_sent * self.size_bytes / (self.num_senders * self.sender_bytes_per_s)
+        return _HEADERS * max(sending, num_through_endpoint * self.size_bytes / self.endpoint_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

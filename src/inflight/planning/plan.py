@@ -61,11 +61,19 @@ class LinksSection(Section):
     """Bandwidth of each endpoint host's link. None means that of the senders."""
     senders: int = Field(default=1, ge=1)
     """Number of trainer hosts that send: 1 unless ``updates.sharded`` is set."""
+    forwarded: bool = False
+    """Whether endpoints forward what they receive, as over the transport gloo."""
 
     def links(self) -> Links:
         """Return the links."""
         of_endpoint = self.endpoint_gbit_per_s or self.sender_gbit_per_s
-        return Links(1e9 * self.weights_gb, self.senders, self.sender_gbit_per_s * 1.25e8, of_endpoint * 1.25e8)
+        return Links(
+            size_bytes=1e9 * self.weights_gb,
+            num_senders=self.senders,
+            sender_bytes_per_s=1.25e8 * self.sender_gbit_per_s,
+            endpoint_bytes_per_s=1.25e8 * of_endpoint,
+            are_forwarded=self.forwarded,
+        )
 
 
 class PublishSection(Section):
