@@ -297,9 +297,9 @@ def _read_shards(file: Path, tensors: Sequence[ShardedTensor]) -> list[tuple[tor
         wanted = {name: (part.local.dtype, shape) for part in tensors for name, shape in part.layout.shapes.items()}
         problems = []
         if lost := sorted(set(wanted) - names):
-            problems.append(f"{len(lost)} tensors are missing: {shortened(lost)}")
+            problems.append(f"missing tensors: {shortened(lost)}")
         if more := sorted(names - set(wanted)):
-            problems.append(f"{len(more)} tensors are unknown: {shortened(more)}")
+            problems.append(f"unknown tensors: {shortened(more)}")
         for name in sorted(names & set(wanted)):
             part, (dtype, shape) = stored.get_slice(name), wanted[name]
             if (_DTYPES.get(part.get_dtype()), tuple(part.get_shape())) != (dtype, shape):

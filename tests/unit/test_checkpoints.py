@@ -69,11 +69,11 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda path: (path / "model.safetensors").unlink(), r"has no \*\.safetensors"),
     "missing tensor": (
         lambda path: rewritten(path, lambda t: t.pop(NORM)),
-        rf"1 tensors are missing: '{NORM}'",
+        rf"missing tensors: '{NORM}'",
     ),
     "unknown tensor": (
         lambda path: rewritten(path, lambda t: t.update(other=torch.zeros(2))),
-        r"1 tensors are unknown: 'other'",
+        r"unknown tensors: 'other'",
     ),
     "other shape": (
         lambda path: rewritten(path, lambda t: t.update({NORM: torch.zeros(31)})),
@@ -81,7 +81,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other dtype": (
         lambda path: rewritten(path, lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int8)})),
-        rf"1 tensors have a dtype that cannot be trained: '{NORM} in model\.safetensors'",
+        rf"tensors with a dtype that cannot be trained: '{NORM} in model\.safetensors'",
     ),
 }
 

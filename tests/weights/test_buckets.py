@@ -111,7 +111,7 @@ def test_a_misfit_names_what_is_missing_unknown_misshapen_and_mistyped() -> None
     offered = [spec_of("b", torch.zeros(2, 1)), spec_of("c", torch.zeros(2).bfloat16()), spec_of("d", torch.zeros(2))]
     text = manifest_difference(expected, Manifest(tensors=tuple(offered)))
     assert text is not None
-    assert "1 tensors are missing: 'a'" in text
-    assert "1 tensors are unknown to this endpoint: 'd'" in text
+    assert "missing tensors: 'a'" in text
+    assert "tensors unknown to this endpoint: 'd'" in text
     assert "b is (2, 1), expected (2,)" in text
     assert "c is bfloat16, expected float32" in text

@@ -188,8 +188,8 @@ def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tens
 NORM = "model.norm.weight"
 MISFITS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], str]] = {
     "shape": (lambda t: {**t, NORM: torch.ones(33)}, r"model.norm.weight is \(33,\), expected \(32,\)"),
-    "missing": (lambda t: without(t, NORM), "1 tensors are missing: .*model.norm.weight"),
-    "extra": (lambda t: {**t, "model.bias": torch.ones(3)}, "1 tensors are unknown to this endpoint: .*model.bias"),
+    "missing": (lambda t: without(t, NORM), "missing tensors: .*model.norm.weight"),
+    "extra": (lambda t: {**t, "model.bias": torch.ones(3)}, "tensors unknown to this endpoint: .*model.bias"),
     "dtype": (lambda t: {**t, NORM: t[NORM].bfloat16()}, "model.norm.weight is bfloat16, expected float32"),
 }
 

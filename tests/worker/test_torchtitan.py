@@ -313,8 +313,8 @@ def test_what_torchtitan_does_not_have_is_refused_by_name(tmp_path, model_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop("model.norm.weight"), r"1 tensors are missing: 'model.norm.weight'"),
-        (lambda t: t.update(more=torch.zeros(2)), r"1 tensors are unknown: 'more'"),
+        (lambda t: t.pop("model.norm.weight"), r"missing tensors: 'model.norm.weight'"),
+        (lambda t: t.update(more=torch.zeros(2)), r"unknown tensors: 'more'"),
         (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(3, 3)}),
             r"q_proj.weight in model.safetensors has shape \(3, 3\), expected \(32, 32\)",

@@ -289,7 +289,7 @@ def fitting_tensors(
     stored = stored_tensors(path)
     problems = []
     if missing := sorted(set(wanted) - set(stored)):
-        problems.append(f"{len(missing)} tensors are missing: {shortened(missing)}")
+        problems.append(f"missing tensors: {shortened(missing)}")
     untrainable = []
     for name in sorted(set(wanted) & set(stored)):
         file = stored[name].file.name
@@ -298,10 +298,10 @@ def fitting_tensors(
         elif stored[name].dtype is None:
             untrainable.append(f"{name} in {file}")
     if untrainable:
-        problems.append(f"{len(untrainable)} tensors have a dtype that cannot be trained: {shortened(untrainable)}")
+        problems.append(f"tensors with a dtype that cannot be trained: {shortened(untrainable)}")
     others = set(stored) - set(wanted) - set(known)
     if unknown := sorted(name for name in others if not any(re.search(pattern, name) for pattern in ignored)):
-        problems.append(f"{len(unknown)} tensors are unknown: {shortened(unknown)}")
+        problems.append(f"unknown tensors: {shortened(unknown)}")
     if problems:
         raise ConfigError(f"the checkpoint {str(path)!r} does not fit its config: {'; '.join(problems[:10])}")
     return stored

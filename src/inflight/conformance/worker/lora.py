@@ -95,7 +95,7 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
         wanted |= {a: (spec.rank, num_in), b: (num_out, spec.rank)}
     subject.note(num_tensors=len(specs))
     lost, more = sorted(wanted.keys() - specs.keys()), sorted(specs.keys() - wanted.keys())
-    require(not lost, f"{len(lost)} tensors of the LoRA are not listed: {shortened(lost, 3)}")
+    require(not lost, f"tensors of the LoRA that are not listed: {shortened(lost, 3)}")
     require(not more, f"{len(more)} listed tensors do not belong to the LoRA: {shortened(more, 3)}")
     require(specs == wanted, f"shapes are {specs}, not {wanted}")
     found = gathered(worker)

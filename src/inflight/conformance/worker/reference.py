@@ -69,10 +69,8 @@ class ReferenceModel:
         with safe_open(self._path / "model.safetensors", framework="pt") as stored:
             shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
         lost, more = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
-        require(not lost, f"{len(lost)} tensors of the checkpoint are missing: {shortened(lost)}")
-        require(
-            not more, f"{len(more)} tensors do not belong to the checkpoint (tied ones travel once): {shortened(more)}"
-        )
+        require(not lost, f"missing tensors of the checkpoint: {shortened(lost)}")
+        require(not more, f"tensors that do not belong to the checkpoint (tied ones travel once): {shortened(more)}")
         for name, wanted in shapes.items():
             found = tuple(weights[name].shape)
             require(found == wanted, f"{name} has shape {found}, in the checkpoint {wanted}")

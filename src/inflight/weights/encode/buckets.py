@@ -40,9 +40,9 @@ def manifest_difference(expected: Sequence[TensorSpec], manifest: Manifest) -> s
     named = {*theirs, *manifest.frozen}
     problems = []
     if missing := [name for name in mine if name not in named]:
-        problems.append(f"{len(missing)} tensors are missing: {shortened(missing)}")
+        problems.append(f"missing tensors: {shortened(missing)}")
     if extra := [name for name in (*theirs, *manifest.frozen) if name not in mine]:
-        problems.append(f"{len(extra)} tensors are unknown to this endpoint: {shortened(extra)}")
+        problems.append(f"tensors unknown to this endpoint: {shortened(extra)}")
     shared = [name for name in mine if name in theirs]
     shapes = [f"{n} is {theirs[n].shape}, expected {mine[n].shape}" for n in shared if mine[n].shape != theirs[n].shape]
     if shapes:

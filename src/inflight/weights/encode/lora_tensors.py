@@ -57,7 +57,7 @@ def lora_difference(shapes: Mapping[str, Sequence[int]] | None, manifest: Manife
     problems = []
     pairs = {name for module in modules for name in lora_names(module)}
     if alone := sorted(pairs.symmetric_difference(sent)):
-        problems.append(f"{len(alone)} tensors do not form pairs of {PREFIX}<module>{_A} and {_B}: {shortened(alone)}")
+        problems.append(f"tensors that do not form pairs of {PREFIX}<module>{_A} and {_B}: {shortened(alone)}")
     whole = {m: (sent[a], sent[b]) for m in modules for a, b in [lora_names(m)] if a in sent and b in sent}
     ranks = [
         f"{module} has A of shape {a.shape} and B of shape {b.shape}"
