@@ -365,8 +365,11 @@ class PublishReport:
         return all(e.outcome is EndpointOutcome.APPLIED for e in self.endpoints)
 
     def summary(self) -> str:
-        """Return one line with every endpoint's outcome."""
-        parts = [f"{e.endpoint} {e.outcome}{f' ({e.detail})' if e.detail else ''}" for e in self.endpoints]
+        """Return one line with every endpoint's outcome; endpoints with the same outcome and detail share it."""
+        alike: dict[tuple[EndpointOutcome, str], list[str]] = {}
+        for endpoint in self.endpoints:
+            alike.setdefault((endpoint.outcome, endpoint.detail), []).append(endpoint.endpoint)
+        parts = [f"{', '.join(names)} {it}{f' ({detail})' if detail else ''}" for (it, detail), names in alike.items()]
         return f"version {self.version}: " + "; ".join(parts)
 
 

@@ -412,6 +412,19 @@ def test_a_publish_error_survives_pickling_with_its_report() -> None:
     assert (type(copy), str(copy), copy.report) == (PublishError, "did not reach", report)
 
 
+def test_endpoints_that_refuse_for_one_reason_share_it_in_the_summary() -> None:
+    refused = EndpointOutcome.REFUSED
+    endpoints = (
+        EndpointReport("a", refused, 2, "no delta"),
+        EndpointReport("b", EndpointOutcome.APPLIED, 3),
+        EndpointReport("c", refused, 2, "no delta"),
+        EndpointReport("d", refused, 2, "another shape"),
+    )
+    spans = PublishSpans(gather_s=1, pause_s=1, wire_s=1, load_s=1, first_token_s=None, total_s=2)
+    report = PublishReport("run", 3, 100, endpoints, spans, 4, 100)
+    assert report.summary() == "version 3: a, c refused (no delta); b applied; d refused (another shape)"
+
+
 @pytest.mark.parametrize("code", ["from_the_future", "publish_failed", ""])
 def test_an_unknown_code_is_quoted_in_an_endpoint_error(code: str) -> None:
     error = error_from_code(code, "why", "http://e:1")
