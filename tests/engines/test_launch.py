@@ -578,3 +578,15 @@ def test_a_run_whose_engine_does_not_start_says_what_the_engine_said(model_dir: 
     assert run.wait(90) == 1
     assert "the engine knows no such model" in run.output()
     assert "Traceback" not in run.output()
+
+
+@pytest.mark.timeout(300)
+def test_a_run_whose_engine_starts_for_ever_names_the_log_of_the_engine(model_dir: Path, tmp_path: Path) -> None:
+    environment = {"PYTHONPATH": installed(tmp_path / "installed")}
+    words = ("--servers.engine", "silent", "--run.start_timeout_s", "12")
+    run = RunProcess(tmp_path, model_dir, *words, environment=environment)
+    assert run.wait(90) == 1
+    # On a busy machine, the run's limit passes before that of its server, and the error quotes the server's log.
+    assert "did not answer within 12 s" in run.output() or "silent was not healthy after 10.8 s" in run.output()
+    assert "server-0-silent.engine.log" in run.output()
+    assert "Traceback" not in run.output()

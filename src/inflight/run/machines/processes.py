@@ -58,10 +58,12 @@ class Process:
     stop_s: float = field(default=STOP_S, kw_only=True)
 
     def how_it_ended(self) -> str:
-        ended = self.process.ended
-        quoted = "\n".join(f"    {line}" for line in ended.lines) if ended is not None else ""
-        how = f"{self.name} {ended or 'has not ended'}"
-        return f"{how}; the end of {self.log}:\n{quoted}" if quoted else how
+        return f"{self.name} {self.process.ended or 'has not ended'}{self.end_of_log()}"
+
+    def end_of_log(self) -> str:
+        """Return the last lines of the log of a process that has ended, as the end of a message; empty without any."""
+        lines = self.process.ended.lines if self.process.ended is not None else ()
+        return f"; the end of {self.log}:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
 
     async def stop(self) -> None:
         """Close the process's standard input and wait for it to end; kill it if it takes too long."""
@@ -113,11 +115,12 @@ class ServerProcess(Process):
         try:
             async with asyncio.timeout(timeout_s):
                 await _wait_for_url(self)
-        except TimeoutError as error:
-            raise ConfigError(f"{self.name} did not answer within {timeout_s:g} s") from error
-        finally:
-            if not self.is_ready:
+        except BaseException as error:
+            with add_failures_to(error):
                 await self.stop()
+            if isinstance(error, TimeoutError):
+                raise ConfigError(f"{self.name} did not answer within {timeout_s:g} s{self.end_of_log()}") from error
+            raise
 
 
 @dataclass(slots=True, eq=False)
@@ -180,8 +183,10 @@ async def start_servers(
         with add_failures_to(error):
             await finish_all(*(server.stop() for server in servers.values()))
         if isinstance(error, TimeoutError):
+            logs = "".join(servers[name].end_of_log() for name in waiting if name in servers)
             raise ConfigError(
-                f"{', '.join(waiting)} did not answer within {timeout_s:g} s; raise run.start_timeout_s to wait longer"
+                f"{', '.join(waiting)} did not answer within {timeout_s:g} s; raise run.start_timeout_s to wait "
+                f"longer{logs}"
             ) from error
         raise
     return [servers[place.name] for place in places]

@@ -7,6 +7,9 @@ from inflight.http.server_spec import EngineProcessOptions, ServerSpec
 from inflight.run.config import RunConfig
 from inflight.run.fleet_config import ServerGroupSection
 
+_SHARE_OF_ENGINE = 0.9
+"""Share of the time for the start of a server that its engine has."""
+
 
 def server_spec(config: RunConfig, member: ServerGroupSection) -> ServerSpec:
     """Return the specification of one server of a fleet member, without its address and the run that it joins."""
@@ -24,5 +27,6 @@ def server_spec(config: RunConfig, member: ServerGroupSection) -> ServerSpec:
         arguments=(*released, *member.engine_arguments),
     )
     python = None if member.python is None else str(member.python)
-    process = EngineProcessOptions(python=python, start_timeout_s=config.run.start_timeout_s)
+    # Shorter than the run waits for the server, whose error quotes the engine's log.
+    process = EngineProcessOptions(python=python, start_timeout_s=_SHARE_OF_ENGINE * config.run.start_timeout_s)
     return ServerSpec(options, member.engine, process=process)
