@@ -25,6 +25,8 @@ _SHARPNESS = 4.0
 _NUM_UPDATES, _NUM_TRIES = 4, 3
 _NUM_TOKENS = 600
 """Number of tokens of each running request: enough for a few updates."""
+_NUM_ENDED = 200
+"""The same for requests that end before an update."""
 _NUM_LONG, _NUM_SHORT = 4, 12
 """Numbers of long requests, and of clients whose short requests end around each update."""
 _MOST_SHORT, _NUM_LATEST = 4, 3
@@ -160,7 +162,8 @@ async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightP
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
     for _ in range(_NUM_UPDATES):
-        running = await subject.start_running(4, max_tokens=min(200, subject.context_len // 4))
+        num_tokens = min(subject.pace.shortened(_NUM_ENDED), subject.context_len // 4)
+        running = await subject.start_running(4, max_tokens=num_tokens)
         await publish_next(subject, published, policy)
         version = subject.publisher.version
         in_flight = 0
