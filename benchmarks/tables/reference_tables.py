@@ -60,7 +60,7 @@ def _described(parser: argparse.ArgumentParser) -> Iterator[str]:
             shown = action.metavar or (action.dest.upper() if action.nargs != 0 else "")
             value = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else str(shown)
             flags = ", ".join(action.option_strings)
-            text = (action.help or "").replace("%(default)s", str(action.default)).replace("%%", "%")
+            text = (action.help or "") % {"default": action.default, "prog": parser.prog}
             rows.append((f"`{f'{flags} {value}'.strip() if action.nargs != 0 else flags}`", _cell(text)))
     yield _table(("argument", "meaning"), [(flags.replace("|", "\\|"), meaning) for flags, meaning in rows])
     if rest := _cell((parser.epilog or "").partition("Example:")[0]):

@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_describe_defect(error), file=sys.stderr)
         status = 1
     _end_in_time(status)
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # one Ctrl-C too many changes nothing any more
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # a further Ctrl-C has no effect
     return status
 
 

@@ -100,6 +100,10 @@ def test_the_schema_of_events_in_docs_is_that_of_the_models() -> None:
     assert checked_in == json.loads(json.dumps(json_schema())), "run: make docs"
 
 
+def test_the_reference_of_the_commands_shows_the_values_of_defaults() -> None:
+    assert "%(" not in (ROOT / "docs" / "cli.md").read_text()
+
+
 @pytest.mark.parametrize("page", ["configuration", "cli", "errors", "http", "metrics", "loss-presets", "events"])
 def test_every_entry_of_the_reference_has_a_meaning(page: str) -> None:
     rows = re.findall(r"^\| `.*\|$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)

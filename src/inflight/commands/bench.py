@@ -21,8 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "weights",
         help="publish a model over each transport and print the duration of each part",
         epilog="Times are medians in milliseconds. 'limit' names the raw operation on the same bytes in the same run, "
-        "and 'share' is its time divided by the time of the publish. 'memory' is how much the memory of the publishing "
-        "process grew at its peak, memory that it shares with the server included.",
+        "and 'share' is its time divided by the time of the publish. 'memory' is the peak growth of the publishing "
+        "process's memory, including memory that it shares with the server.",
     )
     subject = weights.add_mutually_exclusive_group()
     subject.add_argument(

@@ -204,7 +204,7 @@ async def _attach(url: str, token: str | None, *, publishes: bool) -> None:
     """Attach to a server once, so that a refusal is reported before anything is loaded."""
     endpoint = connect_endpoint(url, token=token, control_timeout_s=10.0)
     async with aclosing(endpoint):
-        with suppress(DeadlineError):  # which the kit explains
+        with suppress(DeadlineError):  # the kit reports and explains it later
             await endpoint.capabilities()
         if publishes:
             try:

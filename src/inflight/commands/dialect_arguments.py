@@ -37,5 +37,6 @@ def add_update_arguments(group: argparse._ActionsContainer, run_id: str) -> None
         type=float,
         default=300.0,
         metavar="SECONDS",
-        help="time limit for forming the group, for a tensor, and for an update of the servers (default: %(default)g)",
+        help="time limit for each of these: forming the group, receiving a tensor, and updating the servers "
+        "(default: %(default)g)",
     )

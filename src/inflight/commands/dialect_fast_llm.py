@@ -52,13 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="number of ranks in the group: callbacks.streaming.broadcast.external_world_size + 1 (default: 2)",
     )
     parser.add_argument(
-        "--rank", type=int, default=1, metavar="R", help=("rank as which to join the group (default: 1)")
+        "--rank", type=int, default=1, metavar="R", help=("rank under which to join the group (default: 1)")
     )
     parser.add_argument(
         "--host-store",
         action="store_true",
-        help="host the group's store in this process, as is needed if torchrun makes Fast-LLM a client of it "
-        "(default: the trainer or a launcher hosts it)",
+        help="host the group's store in this process, which is required if torchrun makes Fast-LLM a client of the "
+        "store (default: the trainer or a launcher hosts it)",
     )
     add_update_arguments(parser, "fast-llm")
     parser.add_argument(
@@ -119,7 +119,7 @@ def _follow(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> None:
     expected = tensor_specs_of(arguments.model, dtypes[0])
     group = BroadcastGroup(place)
     stack.callback(group.abort)
-    events = EventReader(redis)  # before the group is formed: the trainer's first event follows that at once
+    events = EventReader(redis)  # created first, because the trainer's first event follows the formation
     print_line("waiting for the trainer's group")
     group.join()
     print_line(f"following Fast-LLM's trainer at {arguments.group}, for {', '.join(arguments.urls)}")

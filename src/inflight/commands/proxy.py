@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", type=int, default=None, help="token limit of every turn (default: the rest of the context)"
     )
     parser.add_argument(
-        "--max-episodes", type=int, default=1024, help="largest number of open episodes (default: %(default)s)"
+        "--max-episodes", type=int, default=1024, help="maximum number of open episodes (default: %(default)s)"
     )
     parser.add_argument(
         "--idle-timeout",

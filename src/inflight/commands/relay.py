@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="how long copying one version may take (default: %(default)g)",
+        help="time limit for copying one version (default: %(default)g)",
     )
 
 

@@ -53,7 +53,7 @@ def add_listen_arguments(parser: argparse.ArgumentParser, port: int) -> None:
         "--tls-client-ca",
         type=Path,
         metavar="FILE",
-        help="PEM file: answer only clients with a certificate that one of these signed",
+        help="PEM file of CA certificates: answer only clients whose certificate one of these CAs has signed",
     )
 
 

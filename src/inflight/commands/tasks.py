@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--items", type=int, default=8, help="number of problems per task (default: %(default)s)")
     parser.add_argument("--group-size", type=int, default=8, help="completions per problem (default: %(default)s)")
     parser.add_argument(
-        "--max-tokens", type=int, default=64, help="largest number of tokens per completion (default: %(default)s)"
+        "--max-tokens", type=int, default=64, help="maximum number of tokens per completion (default: %(default)s)"
     )
     parser.add_argument("--temperature", type=float, default=1.0, help="sampling temperature (default: %(default)g)")
     parser.add_argument("--seed", type=int, default=0, help="seed of items and sampling (default: %(default)s)")
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Sample each task and print the figures, with the most signal first; return 1 if no task was sampled."""
+    """Sample each task and print the figures, tasks with the most signal first; return 1 if no task was sampled."""
     from inflight.base.toml import check_settings
     from inflight.rollouts.tasks import AnswerFormat
 

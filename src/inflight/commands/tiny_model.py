@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--steps", type=int, help="number of imitation steps (default: 1400, or 100 with --images)")
     parser.add_argument(
-        "--batch-size", type=int, default=16, help="largest number of demonstrations per step (default: %(default)s)"
+        "--batch-size", type=int, default=16, help="maximum number of demonstrations per step (default: %(default)s)"
     )
     parser.add_argument(
         "--wrong-fraction",

@@ -43,9 +43,9 @@ class EngineOptions:
         choices=("float32", "bfloat16", "float64"),
     )
     device: str | None = option("device to compute on: cpu, cuda, cuda:1, ... (default: a GPU if there is one)")
-    max_model_len: int | None = option("largest number of tokens in a sequence (default: the model's limit)")
+    max_model_len: int | None = option("maximum number of tokens in a sequence (default: the model's limit)")
     max_concurrent: int | None = option(
-        f"largest number of sequences to decode at a time (default: {DEFAULT_MAX_CONCURRENT})"
+        f"maximum number of sequences to decode at a time (default: {DEFAULT_MAX_CONCURRENT})"
     )
     kv_cache_bytes: int | None = option(
         "memory limit of the KV cache, such as 2GB; requests wait for free memory (default: enough for "

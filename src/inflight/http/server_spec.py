@@ -26,13 +26,15 @@ class ListenOptions:
     port: int = option("port to listen on, 0 for any free one (default: 8000)", 8000)
     token_file: Path | None = option(f"file with the control token (default: ${TOKEN_VARIABLE}, or a new one)")
     generation_token_file: Path | None = option(
-        f"file with a token that generation and scoring require, or the control token (default: "
+        f"file with a token for generation and scoring, which also accept the control token (default: "
         f"${GENERATION_TOKEN_VARIABLE}; without either, they require the control token unless --host is loopback)"
     )
     open_generation: bool = option("let every client that reaches --host generate without a token", False)
     tls_certificate: Path | None = option("PEM file with the server's certificate: serve HTTPS")
     tls_key: Path | None = option("PEM file with the key of the certificate")
-    tls_client_ca: Path | None = option("PEM file: answer only clients with a certificate that one of these signed")
+    tls_client_ca: Path | None = option(
+        "PEM file of CA certificates: answer only clients whose certificate one of these CAs has signed"
+    )
     ready_file: Path | None = option("JSON file in which the server stores its url and pid once it is ready")
     exit_with_stdin: bool = option("stop when standard input ends", False)
     lease_s: float = option(
