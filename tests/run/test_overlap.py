@@ -336,7 +336,7 @@ class GatheredWeights(ModuleWeights):
         (
             GatheredWeights(torch.nn.Linear(2, 2), world_size=2),
             TWO_RANKS,
-            "the ranks of GatheredWeights cannot send what they hold of this model.*leave out updates.overlap",
+            "the ranks of GatheredWeights cannot send the weights of this model that they .*leave out updates.overlap",
         ),
     ],
     ids=["no parts", "permuted"],

@@ -111,7 +111,7 @@ def hosts_of_dry_run(config: RunConfig, devices: Sequence[Device]) -> Hosts:
 def _planned_processes(prepared: Prepared) -> list[PlannedProcess]:
     config, memory = prepared.config, prepared.memory
     train, num = config.train, config.train.num_ranks
-    meets = "meets the other ranks at a free port of rank 0's host" if num > 1 else "the only rank"
+    meets = "connects to the other ranks through a free port of rank 0's host" if num > 1 else "the only rank"
     teachers = [f"teacher {str(it.path)!r}" for it in config.distillation.teachers if it.path is not None]
     teaches = f", which also loads {' and '.join(teachers)}" if teachers else ""
     found = [PlannedProcess("controller", "samples, scores and composes", (), "connects to the other ranks")]
@@ -149,7 +149,7 @@ def _asking(prepared: Prepared) -> list[Coroutine[Any, Any, PlannedProcess]]:
 
 
 async def _ask(url: str, what: str, check: Callable[[InferenceEndpoint], Awaitable[str]]) -> PlannedProcess:
-    """Return a running server, with the abilities that ``check`` reports or with the reason why it cannot take part."""
+    """Return a running server, with the capabilities that ``check`` reports, or the reason why it cannot take part."""
     endpoint = connect_endpoint(url, token=os.environ.get(TOKEN_VARIABLE), control_timeout_s=_ASK_S)
     try:
         async with asyncio.timeout(_ASK_S):

@@ -246,7 +246,7 @@ def _check_teachers(config: RunConfig, task: Task | Environment, model: ModelFil
         raise ConfigError(f"no teacher scores task {without[0]!r}: add it to the tasks of a teacher")
     for teacher in distillation.teachers:
         if teacher.url is not None:
-            connect_endpoint(teacher.url)  # which checks the URL, and contacts nobody
+            connect_endpoint(teacher.url)  # checks the URL without contacting the server
         if teacher.path is None:
             continue
         theirs = machine.read_model(teacher.path)

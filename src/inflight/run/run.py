@@ -252,7 +252,7 @@ class _Run:
                 await self._stop()
             raise
         except InflightError as error:
-            if self.interrupt.is_immediate:  # what failed was killed by the user
+            if self.interrupt.is_immediate:  # it failed because the user killed the processes
                 with add_failures_to(error):
                     await self._stop()
                 self.notes.finish(None, interrupted=True)

@@ -32,7 +32,7 @@ class _Sampler:
     weights: Weights | None = field(default_factory=BaseWeights)
     """The weights that the server serves; None while it switches, and after a failed switch."""
     base_is: Weights | None = field(default_factory=BaseWeights)
-    """The full weights to which the server adds a LoRA; None while others are sent, and after that has failed."""
+    """The full weights to which the server adds a LoRA; None while others are being sent or after a failed send."""
     last_publisher: object = None
     num_readers: int = 0
     is_switching: bool = False
@@ -104,7 +104,7 @@ class SamplerPool:
                     for sampler in having:
                         await self._release(sampler)
                 return version
-        async with self.serving(weights):  # which sends them
+        async with self.serving(weights):  # entering the context sends the weights
             return self._version
 
     def forget(self, model_id: str) -> None:
@@ -227,7 +227,8 @@ class SamplerPool:
                 raise transfer_error(error, f"finding a route to {server.host}") from error
         return WeightPublisher.connect(
             [url],
-            run_id=f"tinker-checkpoints-{secrets.token_hex(4)}",  # servers are sent to at the same time
+            # A name of its own, because several servers are updated at the same time.
+            run_id=f"tinker-checkpoints-{secrets.token_hex(4)}",
             token=self._token,
             transport=updates.transport,
             address=address,

@@ -49,7 +49,8 @@ class HostedTraining(Training):
     ) -> ForwardResult:
         loss, texts = LOSSES[loss_fn], [segment_of(datum) for datum in data]
         packing = self.trainers.packing
-        packing = replace(packing, max_tokens=max([packing.max_tokens, *map(len, texts)]))  # a longer datum is alone
+        # A longer datum gets its own micro-batch.
+        packing = replace(packing, max_tokens=max([packing.max_tokens, *map(len, texts)]))
         packed = packing.pack_texts(texts)
         frames, batches = [], []
         for parts in packed:

@@ -3,8 +3,8 @@
 The estimates are computed from ``config.json``, tensor shapes and settings. The worker kind reports what a trainer
 needs: see `inflight.contracts.WorkerKind.memory`.
 
-Each server needs, where c is the size of an element of ``model.dtype`` in bytes, and the cache stores K key-value heads
-of dimension D:
+Each server needs the following amounts, where c is the size in bytes of an element of ``model.dtype``, and the cache
+stores K key-value heads of dimension D:
 
 - weights: c times the number of elements, divided among the GPUs that share a copy
 - KV cache (embedded engine): its limit, which is ``max_concurrent`` sequences of full context at 2 c K D bytes per
@@ -12,13 +12,14 @@ of dimension D:
 - engine (any other engine): its share of each GPU, which holds weights, KV cache and activations
 - staged update: c times the number of elements, if an update waits in GPU memory for its commit
 
-With ``servers.release_memory`` trainers and servers take turns: while trainers train, servers hold no GPU memory.
+With ``servers.release_memory``, trainers and servers take turns: while trainers train, servers hold no GPU memory.
 
 Each process on a GPU also needs `CONTEXT_BYTES` at all times. These estimates have not been compared with
 measurements.
 
 Processes without a GPU need the same amounts of host memory, with `PROCESS_BYTES` instead of `CONTEXT_BYTES`. A server
-of the embedded engine also keeps packed weights and a staged update there, and keys and values only of what it samples.
+of the embedded engine also keeps packed weights and a staged update there, but stores keys and values only for the
+sequences that it samples.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from inflight.run.config import RunConfig
 from inflight.run.fleet_config import ServerGroupSection
 
 _SHARE_OF_ENGINE = 0.9
-"""Share of the time for the start of a server that its engine has."""
+"""The share of a server's start timeout that its engine may use."""
 
 
 def server_spec(config: RunConfig, member: ServerGroupSection) -> ServerSpec:
@@ -27,6 +27,6 @@ def server_spec(config: RunConfig, member: ServerGroupSection) -> ServerSpec:
         arguments=(*released, *member.engine_arguments),
     )
     python = None if member.python is None else str(member.python)
-    # Shorter than the run waits for the server, whose error quotes the engine's log.
+    # Shorter than the run's own wait for the server, because the server's error quotes the engine's log.
     process = EngineProcessOptions(python=python, start_timeout_s=_SHARE_OF_ENGINE * config.run.start_timeout_s)
     return ServerSpec(options, member.engine, process=process)

@@ -177,7 +177,7 @@ def publishing_of(worker: TrainerWorker, start: Start, deadline_s: float) -> Pub
     updates, group = start.config.updates, None
     if updates.overlap:
         _check_overlap(updates, worker)
-        if worker.world_size > 1:  # the default group belongs to the passes that run meanwhile
+        if worker.world_size > 1:  # forward and backward passes use the default group meanwhile
             timeout = timedelta(seconds=time_limits(start.config).collective_s)
             group = dist.new_group(backend="gloo", timeout=timeout)
     if updates.followed is not None:
@@ -189,7 +189,7 @@ def publishing_of(worker: TrainerWorker, start: Start, deadline_s: float) -> Pub
 
 
 def _check_overlap(updates: UpdatesSection, worker: TrainerWorker) -> None:
-    """Raise `ConfigError` unless a publish only reads weights that forward and backward passes leave alone."""
+    """Raise `ConfigError` unless a publish reads only weights that forward and backward passes do not modify."""
     name, remedy = type(worker).__name__, "leave out updates.overlap"
     if not isinstance(worker, ShardedWeightSource):
         raise ConfigError(
@@ -198,8 +198,8 @@ def _check_overlap(updates: UpdatesSection, worker: TrainerWorker) -> None:
         )
     if worker.world_size > 1 and not worker.shardings():
         raise ConfigError(
-            f"updates.overlap is set, but the ranks of {name} cannot send what they hold of this model, and gathering "
-            f"it would interleave with forward and backward passes: {remedy}"
+            f"updates.overlap is set, but the ranks of {name} cannot send the weights of this model that they hold, "
+            f"and gathering them would interleave with forward and backward passes: {remedy}"
         )
 
 
@@ -212,8 +212,8 @@ def _shards_of(updates: UpdatesSection, worker: TrainerWorker) -> ShardedWeightS
         return None
     if not isinstance(worker, ShardedWeightSource):
         raise ConfigError(
-            f"updates.sharded is set, but {type(worker).__name__} is not a ShardedWeightSource: its ranks cannot send "
-            "what they hold. Leave out updates.sharded"
+            f"updates.sharded is set, but {type(worker).__name__} is not a ShardedWeightSource: its ranks cannot "
+            "send the weights that they hold. Leave out updates.sharded"
         )
     return worker
 

@@ -75,7 +75,7 @@ from inflight.weights.transports.membership import host_store
 
 _MEET_S = 300.0
 """How long rank 0's store waits for entries of the other ranks."""
-Dist: Any = dist  # the stubs lack the stores
+Dist: Any = dist  # torch's type stubs lack the stores
 _SAID_OF_OTHERS = ("gloo/transport", "NCCL")
 """Fragments of error messages from collectives, which fail on every rank when one rank ends."""
 
@@ -149,8 +149,8 @@ class TrainerRank:
             isinstance(worker, TargetScoringWorker) and worker.scores_target_ids
         ):
             raise ConfigError(
-                f"the loss compares the likeliest tokens of the teachers, but worker {name!r} cannot score any "
-                "tokens but those of the batch: choose a loss such as 'opd'"
+                f"the loss needs the teachers' most likely tokens, but worker {name!r} can score only the tokens of "
+                "the batch: choose a loss such as 'opd'"
             )
         if start.checkpoint is not None:
             self._begin(f"loading {start.checkpoint}")

@@ -29,7 +29,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
 def checkpoint_path(directory: Path, version: int) -> Path:
     """Return the directory of the workers' checkpoint of a version.
 
-    The run's own state is in the file beside it that has the suffix ``.json``.
+    The run's own state is in the file next to it with the suffix ``.json``.
     """
     return directory / "checkpoints" / f"version-{version:06d}"
 

@@ -1,4 +1,4 @@
-"""The policies of a run, made once by `preflight`."""
+"""The policies of a run, which `preflight` constructs once."""
 
 from __future__ import annotations
 

@@ -141,8 +141,8 @@ class SamplingEndpoint:
                 )
             if answer.run_id not in (None, self.run_id):
                 raise EndpointError(
-                    f"it serves version {answer.version} of run {answer.run_id!r}, which has taken it over: give each "
-                    "run its own servers",
+                    f"it serves version {answer.version} of run {answer.run_id!r}, which has taken over the server: "
+                    "give each run its own servers",
                     self.name,
                 )
             self._num_checked = num_arrived

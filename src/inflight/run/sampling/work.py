@@ -66,7 +66,7 @@ class Work(Protocol):
 
     @abstractmethod
     async def sample(self, endpoint: SamplingEndpoint, order: Order) -> Sequence[Sampled]:
-        """Return one result for each number of an order, in the sequence of the numbers.
+        """Return one result for each number of an order, in the same sequence.
 
         Raises the same errors as `SamplingEndpoint.sample`.
         """

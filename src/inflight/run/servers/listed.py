@@ -21,7 +21,7 @@ _LOOK_AGAIN_S = 0.5
 _ASK_S = 2.0
 """How long a newly listed server may take to answer at first, and the first pause before it is asked again."""
 _MAX_ASK_S = 10.0
-"""How long it may take later: each time that it did not answer, it has twice as long, because it may be busy."""
+"""The upper limit of that time, which doubles after each missed answer, because a server may be busy."""
 _MAX_PAUSE_S = 30.0
 
 
