@@ -69,8 +69,8 @@ class RunningRequests:
     def refusal(self) -> Response | None:
         """Return the answer that refuses new requests, or None if they are accepted.
 
-        Like vLLM 0.33, refuses them during a pause that lets running requests finish or ends them. With ``keep``, they
-        wait.
+        As in vLLM 0.33, they are refused during a pause that ends running requests or lets them finish. With ``keep``,
+        they wait.
         """
         policy = None if self._updates is None else self._updates.pause_policy
         return self.paused_answer() if self._draining or policy in _REFUSING else None

@@ -35,7 +35,8 @@ class SentRequest:
     cache_key: str
     """Completions with different keys do not share cached prefixes."""
     label: str | None = None
-    """The label of the weights, if the key is shared: a completion that another label begins is sampled again."""
+    """The label of the weights, if the key is shared: a completion whose first token has another label is sampled
+    again."""
 
 
 class Unsampled(Enum):

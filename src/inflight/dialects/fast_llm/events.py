@@ -105,7 +105,7 @@ class EventReader:
         if last_id != self._position and self._num_read == 0:
             self._position, self._num_earlier = FIRST, 0  # a launcher has deleted the events of an earlier run
             return
-        # A stream that was deleted and made again counts from 0.
+        # A stream that was deleted and created again counts from 0.
         if last_id != self._position or num_added - self._num_read not in (self._num_earlier, 0):
             raise TransferError(
                 f"events were removed from {EVENTS} of {self._redis.name} before they were read: {self._num_read} "

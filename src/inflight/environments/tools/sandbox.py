@@ -23,7 +23,7 @@ import os
 import resource
 import sys
 import time
-from _signal import (  # type: ignore[import-not-found]  # `signal` makes enums of them, which takes milliseconds
+from _signal import (  # type: ignore[import-not-found]  # `signal` converts them to enums, which takes milliseconds
     SIG_BLOCK,
     SIG_DFL,
     SIG_SETMASK,

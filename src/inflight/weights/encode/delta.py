@@ -390,7 +390,7 @@ class Snapshot:
         elif (patch := find_tensor_changes(tensors, held, element_runs(specs))) is not None:
             patch.write(held)
             payload = encode_delta(patch)
-            return payload if payload.numel() <= size_bytes else None  # a few bytes, or none, are less than a header
+            return payload if payload.numel() <= size_bytes else None  # tiny buckets may become larger
         offset = 0
         for tensor, spec in zip(tensors, specs, strict=True):
             part = held[offset : offset + spec.size_bytes]

@@ -27,8 +27,9 @@ class Incarnations:
     def admit(self, run_id: str, incarnation: int) -> None:
         """Raise `FencedError` if a later incarnation has replaced this one; otherwise record it.
 
-        A run that is no longer reported could not see its own incarnation, so that this number may be one that an
-        earlier trainer has too. It is refused unless it is higher, or 0, which trainers that do not count have.
+        The trainer of a run that is no longer reported could not read the run's highest incarnation, so an earlier
+        trainer may have the same number. The call is therefore refused unless its number is higher, or all of them are
+        0 because the run's trainers do not count incarnations.
         """
         highest = self.highest(run_id)
         if incarnation <= highest and highest > 0 and run_id not in self.reported():

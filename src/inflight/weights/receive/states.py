@@ -305,7 +305,7 @@ class UpdateStateMachine:
     def abort(self, *, torn: bool = False) -> None:
         """End the open update, if any. The old weights are whole if no byte was applied, and torn otherwise.
 
-        ``torn`` is for an engine that applies bytes as they arrive: it says that this happened before `begin_apply`.
+        ``torn`` is for an engine that applies bytes as they arrive: it states that this happened before `begin_apply`.
         """
         if self._open is None:
             self._num_changes += 1

@@ -195,7 +195,8 @@ class Fleet:
     def close(self) -> None:
         """Close the publisher and every connection. Servers keep running. Idempotent.
 
-        What the group holds, such as shared memory, is released first: a server that hangs can delay the rest.
+        The group's resources, such as shared memory, are released first, because a server that hangs can delay the
+        rest.
         """
         self._publisher.group.lose()
         self.set_members(())

@@ -64,7 +64,8 @@ class Publish:
         self._num_needed = num_needed
         self._deadline_s = deadline_s
         self._deadline = time.monotonic() + deadline_s
-        may_fail = update.in_flight is InFlightPolicy.DRAIN  # then the pause must come before any commit
+        # A drain may fail, so every endpoint must pause before any endpoint commits.
+        may_fail = update.in_flight is InFlightPolicy.DRAIN
         self._staged = {e.name for e, can in endpoints.items() if staged and can.staging and not may_fail}
         """The endpoints at which only the commit pauses sampling."""
         self._participants: dict[str, _Participant] = {}

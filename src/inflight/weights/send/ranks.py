@@ -220,7 +220,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
             yield sending
         finally:
             sending.close()
-            with contextlib.suppress(TransferError):  # a rank that is gone has been reported
+            with contextlib.suppress(TransferError):  # a lost rank has already been reported
                 self._order(EndOrder(is_applied=sending.is_applied, leaves=self._is_lost))
 
     def _parts(self, update: WeightUpdate) -> Generator[WeightBucket, None, None]:

@@ -196,7 +196,7 @@ def _lease_time(path: Path) -> float:
 
 
 class BucketStore:
-    """The writing side of a directory of updates. ``is_durable`` says whether files must survive a power loss.
+    """The writing side of a directory of updates. ``is_durable`` specifies whether files must survive a power loss.
 
     If they need not survive one, later updates overwrite the files of removed updates, which avoids allocating memory.
     A reader of a removed update then finds bytes that do not match the update's checksums.
@@ -367,7 +367,7 @@ class _OpenUpdate:
 def _remove(path: Path) -> None:
     """Remove an update. Its manifest is removed first, so that the update no longer counts as complete."""
     (path / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(path, ignore_errors=True)  # files that a reader on NFS has open go when the next update begins
+    shutil.rmtree(path, ignore_errors=True)  # files open on NFS are removed when the next update begins
 
 
 def _json(model: WireModel) -> memoryview:

@@ -58,7 +58,8 @@ def join_group(spec: ProcessGroupSpec, rank: int, address: str, kind: GroupKind 
     try:
         keys: Any = meeting.keys
         if meeting.torch_store is not None:
-            # The prefixes that torch's own groups use, so that ranks that torch joins (SGLang's) meet ours.
+            # The prefixes that torch's own groups use, so that ranks that join through torch itself (SGLang's) find
+            # ours.
             keys = dist.PrefixStore(f"{spec.group_name}/", meeting.torch_store)
             keys = dist.PrefixStore(f"{kind.device_type}/", keys)
         group = kind.make(keys, rank, spec.world_size, address, max(deadline - time.monotonic(), 0.001))
@@ -135,7 +136,10 @@ def host_store(address: str, timeout_s: float) -> tuple[Any, int]:
 
 
 def announce_send(group: CollectiveGroup, index: int) -> None:
-    """Tell engines that joined with their own torch code that bucket ``index`` is being sent. Raises `RuntimeError`."""
+    """Notify engines that joined with their own torch code that bucket ``index`` is being sent.
+
+    Raises `RuntimeError`.
+    """
     if group.meeting is not None and group.meeting.torch_store is not None:
         group.meeting.torch_store.set(_send_key(index), "")
 
@@ -178,7 +182,7 @@ def _tensor(data: bytes, device: torch.device) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
 
 
-# ------------------------------------------------------------------------------------- engines that torch itself joins
+# ------------------------------------------------------------------------------------- engines that join through torch
 
 
 class AnnouncedRanks:

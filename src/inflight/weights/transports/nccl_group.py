@@ -26,7 +26,8 @@ from inflight.errors import TransferError
 dist: Any = torch.distributed  # its stubs leave out NCCL's options where torch was built without it
 
 QUIET: Mapping[str, str] = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # CleanUpOnly: 1 is TearDown, 3, the default, SkipCleanUp, which tears down
+    # CleanUpOnly. 1 is TearDown; 3, the default, is SkipCleanUp, which also tears down.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # starts neither the watchdog nor its monitor
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # a monitor that is started anyway ends nothing
 }

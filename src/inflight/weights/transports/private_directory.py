@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 _PREFIX = "inflight-weights-"
-_NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")  # the whole name: others belong to somebody else
+_NAME = re.compile(rf"{_PREFIX}[0-9a-f]{{32}}")  # the whole name, because other directories may match a part
 _LOCK = "lock"
 
 
@@ -63,7 +63,7 @@ def remove_left_behind(parent: Path) -> None:
             try:
                 lock = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
             except FileNotFoundError:
-                path.rmdir()  # not locked yet; rmdir only removes it empty, and its maker tries again
+                path.rmdir()  # not locked yet; rmdir removes it only if it is empty, and its creator then tries again
                 continue
             try:
                 if _try_lock(lock):

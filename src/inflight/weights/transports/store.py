@@ -34,7 +34,7 @@ PIECE_BYTES = 16 << 20
 
 _NOT_DONE = "not done"
 _POLL_S = 0.003
-_LONGEST_NAME = 200  # file systems take 255 bytes, and temporary names are longer
+_LONGEST_NAME = 200  # file systems allow 255 bytes, and temporary names are longer
 ABANDONED = "the weight group was abandoned"
 
 T = TypeVar("T")
@@ -161,7 +161,7 @@ def read_text(directory: Path, *parts: str, max_bytes: int, is_private: bool = F
 
 
 def parse_message(model: type[M], text: bytes, where: object) -> M:
-    """Return a stored message. Raises `TransferError`, which says ``where`` the message is stored and what is wrong."""
+    """Return a stored message. Raises `TransferError`, which states ``where`` it is stored and what is wrong."""
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
