@@ -46,14 +46,14 @@ def test_when_an_endpoint_dies_one_check_fails_and_the_rest_are_skipped(tmp_path
     (root,) = failed
     assert not found.conforms
     assert "this is the failure that matters: the checks that follow were skipped" in root.message
-    assert "the endpoint was gone after it: JSONDecodeError was raised at " in root.message
+    assert "the endpoint was unavailable after it: JSONDecodeError was raised at " in root.message
     assert f"thread engine ended with JSONDecodeError at {dying.__file__}:" in root.message
     later = found.verdicts[found.verdicts.index(root) + 1 :]
     assert len(later) >= 5
     for verdict in later:
         assert verdict.outcome is CheckOutcome.SKIPPED
         if verdict.id != "E-51":
-            assert verdict.message == f"the endpoint has been gone since {root.id}"
+            assert verdict.message == f"the endpoint has been unavailable since {root.id}"
 
 
 def test_an_endpoint_that_can_be_made_anew_costs_one_check_and_shows_its_own_line(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_server_that_is_killed_between_two_checks_fails_the_next_one_only(tmp_
     words = "the endpoint could not be restored for this check, which did not run: Unreachable"
     assert killed.message.startswith(words)
     assert skipped.outcome is CheckOutcome.SKIPPED
-    assert skipped.message == "the endpoint has been gone since E-12"
+    assert skipped.message == "the endpoint has been unavailable since E-12"
 
 
 def test_the_frame_of_a_cause_comes_first_and_the_kit_has_none() -> None:

@@ -93,7 +93,7 @@ def test_first_tokens_of_equal_prompts_are_equal_where_requests_cannot_have_seed
                 (OWN, "rounds logits", ["the engine's logprobs are those of logits rounded to bfloat16", "the head,"]),
                 (OWN, "keeps a projection", ["the engine still depends on earlier tokens", "o_proj and down_proj"]),
                 (MUTANTS, "positions shift", ["grows along a completion", "look at: positions:"]),
-                (MUTANTS, "wears away", ["updates with the same weights made it larger"]),
+                (MUTANTS, "wears away", ["updates with the same weights increased the difference"]),
                 (MUTANTS, "temperature missing in logprobs", ["those of temperature 1", "processed logprobs"]),
             ]
         ),

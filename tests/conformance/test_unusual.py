@@ -47,9 +47,9 @@ def test_an_unusual_engine_passes(kit: Kit, check) -> None:
 @pytest.mark.parametrize(
     ("fault", "check", "words"),
     [
-        ("window", "U-33", "as if a token saw the last 60 tokens only: a window, not a page or cache"),
+        ("window", "U-33", "as if a token saw only the last 60 tokens: a window, not a page or cache"),
         ("positions", "U-33", "if they have more than 101 tokens: a table of positions, a window or a chunk's edge"),
-        ("rounding", "E-10", "as much as computing in bfloat16 makes: a rounding"),
+        ("rounding", "E-10", "as much as computing in bfloat16 causes: rounding"),
         ("chunk edges", "U-30", _EDGE),
     ],
 )
@@ -75,4 +75,4 @@ def test_a_fault_of_a_cache_is_told_from_one_of_the_model(tmp_path: Path) -> Non
     finally:
         subject.close()
     assert "what was cached for the prompt is used again" in verdict.message
-    assert "the model itself is computed right" in verdict.message
+    assert "the model itself is computed correctly" in verdict.message

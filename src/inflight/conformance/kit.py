@@ -120,7 +120,7 @@ class Kit:
                 f"the {self._target.kind} could not be restored for this check, which did not run: {verdict.message}"
             )
             return verdict.model_copy(update={"message": message, "look_at": ""})
-        reason = f"the {self._target.kind} has been gone since {self.gone.since}"
+        reason = f"the {self._target.kind} has been unavailable since {self.gone.since}"
         return verdict_of(check, CheckOutcome.SKIPPED, message=reason)
 
     def _judged(self, check: Check) -> tuple[Verdict, bool]:

@@ -84,7 +84,7 @@ def _as_root(verdict: Verdict, target: Target, why: str | None) -> Verdict:
         return verdict
     words = "this is the failure that matters: the checks that follow were skipped"
     if why not in verdict.message:
-        words += f" because the {target.kind} was gone after it: {_redacted(why, _secrets(target))}"
+        words += f" because the {target.kind} was unavailable after it: {_redacted(why, _secrets(target))}"
     return verdict.model_copy(update={"message": f"{verdict.message}\n{words}"})
 
 

@@ -123,7 +123,7 @@ def merged(verdicts: Sequence[Verdict]) -> Verdict:
         raised = [f"rank {rank}: {v.message}" for rank, v in enumerate(verdicts) if v.outcome is CheckOutcome.FAILED]
         hung = [str(rank) for rank, v in enumerate(verdicts) if v.outcome is CheckOutcome.HUNG]
         if raised:
-            message = f"{'; '.join(raised)}; rank {', '.join(hung)} hung, which waited for it"
+            message = f"{'; '.join(raised)}; rank {', '.join(hung)} hung while waiting for it"
     seconds = max(v.seconds for v in verdicts)
     return verdict.model_copy(update={"message": message, "evidence": evidence, "stacks": stacks, "seconds": seconds})
 

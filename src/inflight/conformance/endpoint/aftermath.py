@@ -42,7 +42,7 @@ async def require_ended_early(
     for other in others:
         if other.done():
             other.result()
-            fail(f"{what} ran for more than half of the time that an equally long request next to it needed to its end")
+            fail(f"{what} ran for more than half of the time that an equally long request next to it needed to finish")
     subject.note(**{f"seconds until {what} had ended": ended_s})
 
 

@@ -67,7 +67,7 @@ async def prefix(subject: EndpointSubject) -> None:
         request, first = await subject.ask(prompt, max_tokens=4)
         subject.require_sampled_from(before, request, first, f"a request before {kind.name} under {policy}")
         after = await chain.publish(kind, policy)
-        # The continuation is first, or it could use what the new weights compute for the prompt.
+        # The continuation comes first; otherwise, it could use what the new weights compute for the prompt.
         for asked, what in (
             ((*prompt, *first.token_ids, prompt[0]), "a prompt that continues a completion of the old weights"),
             (prompt, "a prompt seen before"),
@@ -155,8 +155,8 @@ async def held_prefix(subject: EndpointSubject) -> None:
             "the requests that held the prompt had ended before it was sent again: the check is inconclusive",
         )
         await cancel_and_wait(*(task for _, task in running))
-        await within(_ENDS_S, begun, f"a request whose prompt an update under {policy} met")
-        what = f"after an update under {policy}, a prompt that was being computed when it came"
+        await within(_ENDS_S, begun, f"a request whose prompt was being computed when an update under {policy} arrived")
+        what = f"after an update under {policy}, a prompt that was being computed when it arrived"
         await _require_fresh(subject, (*computed, 0), turns[i], what)
 
 
@@ -305,7 +305,7 @@ async def _require_fresh_second_turn(subject: EndpointSubject, policy: InFlightP
     The first turn runs through an update, and then samples as many tokens as a page of a cache holds.
     """
     binding = subject.capabilities.version_binding
-    for i in range(_NUM_TRIES):  # where tokens come fast, the update may come too late
+    for i in range(_NUM_TRIES):  # if tokens are sampled fast, the update may arrive too late
         running = await subject.start_running(1, prompt=subject.prompt(seed=71), max_tokens=2 * _NUM_AFTER << i)
         ((request, answer),) = running
         after = await chain.publish(supported_kinds(subject)[0], policy)

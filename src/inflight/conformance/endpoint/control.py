@@ -16,7 +16,7 @@ _LEASE_S = 1.2
 _PAUSE_S = 0.7
 """Time between two messages. It is shorter than the lease, and twice this time is longer."""
 _STATES = (
-    "the transitions of docs/contract.md: which call is allowed in which state, and that a refused one changes none"
+    "the transitions of docs/contract.md: which call is allowed in which state; a refused call must change no state"
 )
 
 

@@ -28,8 +28,8 @@ _LIMIT_S = 10.0
 _ROUNDED = 3.0
 """Differences of at most this many times a dtype's rounding error are attributed to that dtype."""
 _RIGHT = (
-    "prompts of {} to {} tokens that were never sent before have right logprobs under the weights of the checkpoint: "
-    "the model itself is computed right, and the fault lies in what was kept, labelled or loaded"
+    "prompts of {} to {} tokens that were never sent before have correct logprobs under the weights of the "
+    "checkpoint: the model itself is computed correctly, and the fault lies in what was kept, labelled or loaded"
 )
 _EDGE = "an edge of chunks or of a kernel's blocks, not a page, cache, label or id"
 
@@ -51,7 +51,7 @@ async def diagnose(subject: EndpointSubject) -> str:
     largest = max(gaps.values())
     words = f"prompts that were never sent before are wrong too, by up to {largest:.3g} under the checkpoint's weights"
     if (dtype := _rounding(subject, [asked[length] for length in wrong], largest)) is not None:
-        return f"{words}, as much as computing in {dtype} makes: a rounding, not a page, cache, label or id"
+        return f"{words}, as much as computing in {dtype} causes: rounding, not a page, cache, label or id"
     if later := [length for length in gaps if length > wrong[0] and length not in wrong]:
         return f"{words}: those of {wrong} tokens, but not those of {later}: {_EDGE}"
     if not (right := [length for length in gaps if length < wrong[0]]):
@@ -62,7 +62,7 @@ async def diagnose(subject: EndpointSubject) -> str:
         logits_TV = partial(subject.reference.logits, subject.reference.weights, window=max(1, window))
         seen_TV = distribution(logits_TV(request.prompt_token_ids, completion.token_ids), request.sampling)
         if subject.difference(completion.logprobs, chosen(seen_TV, completion.token_ids)) <= subject.tolerance:
-            return f"{words}, exactly as if a token saw the last {window} tokens only: a window, not a page or cache"
+            return f"{words}, exactly as if a token saw only the last {window} tokens: a window, not a page or cache"
     return (
         f"{words}, if they have more than {last} tokens: a table of positions, a window or a chunk's edge, not a page, "
         "cache or label"
@@ -81,7 +81,7 @@ async def _of_decoded(subject: EndpointSubject) -> str:
     wrong_T = (torch.tensor(completion.logprobs, dtype=torch.float64) - exact_T).abs() > subject.tolerance
     positions = [len(request.prompt_token_ids) + i for i in wrong_T.nonzero()[:, 0].tolist()]
     return (
-        f"the first token after a prompt that was never sent before is right, and later ones are wrong, at "
+        f"the first token after a prompt that was never sent before is correct, and later ones are wrong, at "
         f"positions {shortened(positions, 8)}: the step that decodes, its positions, mask or kernel, not a page, "
         "cache, label or id"
     )

@@ -221,7 +221,7 @@ async def state_at_rest(subject: EndpointSubject) -> None:
     running = await subject.start_running(num_requests, n=num_each, max_tokens=min(200, subject.remaining_tokens()))
     largest = await _largest_num_running(subject, asyncio.gather(*(task for _, task in running)))
     subject.note(sequences=num_each * num_requests, largest_num_running=largest)
-    words = f"while {num_requests} requests with n={num_each} ran, num_running was {largest} at most"
+    words = f"while {num_requests} requests with n={num_each} ran, num_running was at most {largest}"
     require(largest == num_each * num_requests, words)
     await until_running(subject, 0, _SOON_S, "after the last answer, sequences were still reported as running")
 

@@ -37,7 +37,7 @@ _SCORED = 64
 
 @check("E-70", "model drafts", deadline_s=90)
 @look_at(
-    "the token that is drawn instead of a rejected one (from the distribution without the draft, renormalised), and "
+    "the token that is drawn instead of a rejected one (from the distribution without the draft, renormalized), and "
     "whether random numbers and temperatures reach the verification"
 )
 async def drafts(subject: EndpointSubject) -> None:

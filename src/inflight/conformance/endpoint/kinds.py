@@ -46,7 +46,7 @@ _KINDS = (
     UpdateKind("a delta", encoding="delta"),
     UpdateKind("a LoRA", lora=_PLAIN),
     UpdateKind("an update in part", is_partial=True),
-    UpdateKind("a rank-stabilised LoRA", lora=_RANK_STABILISED),
+    UpdateKind("a rank-stabilized LoRA", lora=_RANK_STABILISED),
     UpdateKind("a staged update of all weights", staged=True),
     UpdateKind("a staged delta", staged=True, encoding="delta"),
     UpdateKind("a staged LoRA", staged=True, lora=_PLAIN),

@@ -20,8 +20,8 @@ _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
 
 @check("U-64", "updates lora", deadline_s=60)
 @look_at(
-    "the scale alpha / rank, whether a LoRA is merged into weights without any, and whether layers that the next LoRA "
-    "or update leaves out are as without one"
+    "the scale alpha / rank, whether a LoRA is merged into weights without any, and whether layers that the next "
+    "LoRA or update omits are as they were without a LoRA"
 )
 async def loras(subject: EndpointSubject) -> None:
     """After an update that consists of a LoRA, logprobs are those of the weights with the LoRA added; the next LoRA

@@ -57,12 +57,14 @@ async def publisher_lost_in_a_bucket(subject: EndpointSubject) -> None:
         (sender.stop if what == "stopped" else sender.kill)()
         receiving = f"receiving from a publisher that was {what}"
         await subject.require_raises(pending, TransferError, receiving, _RECEIVE_S + SLACK_S)
-        await require_old_weights(subject, f"after its publisher was {what} in a bucket", may_be_torn=True)
+        await require_old_weights(
+            subject, f"after its publisher was {what} in the middle of a bucket", may_be_torn=True
+        )
         if what == "stopped":
             sender.resume()
-            await require_recovers(subject, "after its publisher was stopped in a bucket")
+            await require_recovers(subject, "after its publisher was stopped in the middle of a bucket")
             await subject.publisher.publish(subject.reference.weights)
-    await require_recovers(subject, "after its publisher was killed in a bucket")
+    await require_recovers(subject, "after its publisher was killed in the middle of a bucket")
 
 
 async def _begin(subject: EndpointSubject, sender: DoomedSender, *, num_buckets: int, lease_s: float) -> WeightUpdate:

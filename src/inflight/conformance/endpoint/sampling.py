@@ -37,7 +37,7 @@ _LEAST_EXPECTED = 5.0
 """Tokens with at least this many expected draws have their own bin in the chi-square test; the others share one."""
 _LEAST_P = 1e-6
 """Probability with which a correct sampler fails the test."""
-_FILTERS = "order of the filters, whether the kept set is renormalised, and which tensor the logprob is read from"
+_FILTERS = "order of the filters, whether the kept set is renormalized, and which tensor the logprob is read from"
 
 
 @check("E-12", "model", deadline_s=60)

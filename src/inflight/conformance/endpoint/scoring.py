@@ -28,8 +28,8 @@ _NUM_TOKENS, _SEEN = 24, 48
 tokens."""
 _TOP_K, _NUM_CANDIDATES = 5, 3
 _FEW, _MOVED = 8, 0.75
-"""Fewer scored tokens than `_FEW` may all be changed too much by rounding, and of more the share `_MOVED`: they are not
-sampled from the weights that score them, and so most of them are unlikely."""
+"""Rounding may change all scored tokens too much if there are fewer than `_FEW`, and otherwise at most the share
+`_MOVED` of them: they are not sampled from the weights that score them, so most of them are unlikely."""
 _NUM_UPDATES, _NUM_SCORERS = 4, 3
 
 

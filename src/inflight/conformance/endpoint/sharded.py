@@ -86,7 +86,7 @@ def _stores(subject: EndpointSubject) -> list[TransportName]:
 
 
 @check("U-67", "updates sharded", deadline_s=60)
-@look_at("of which bytes of its base a part is a delta, and when the base is replaced")
+@look_at("which bytes of its base a part changes as a delta, and when the base is replaced")
 async def encoded_parts(subject: EndpointSubject) -> None:
     """Parts may be sent in bfloat16 or as deltas, or some as deltas and others raw: the weights are those that whole
     buckets would give, and deltas that are aborted leave their base unchanged."""
@@ -112,7 +112,7 @@ async def _publish_deltas(subject: EndpointSubject, publisher: SteppedPublisher)
     await publisher.complete(base, weights)
     options |= {"encodings": ("delta",)}
     first = await publisher.request(other, base=base.ref, session_id="first", **options)
-    for index in range(len(first.buckets)):  # of which the second sender sends one as it is
+    for index in range(len(first.buckets)):  # the second sender sends bucket 1 raw
         sent_raw = None if index == 1 else weights
         parts = [publisher.part(first, other, index, i, of) for i, of in enumerate((weights, sent_raw))]
         await publisher.send_parts(first, parts)

@@ -45,7 +45,7 @@ async def shared_blocks(subject: EndpointSubject) -> None:
     for length in _EDGES:
         if length < 2 * block:
             cases[f"the first {length} tokens"] = cases["a prompt"][:length]
-            cases[f"the first {length} tokens but for the last one"] = (*cases["a prompt"][: length - 1], *other)
+            cases[f"the first {length} tokens, with another last one"] = (*cases["a prompt"][: length - 1], *other)
     for what, prompt in cases.items():
         await _require_right(subject, prompt, f"{what}, next to prompts with equal blocks,")
         if subject.capabilities.scoring and prompt[-block:] == third and len(prompt) > block:

@@ -139,8 +139,9 @@ async def neighbours(subject: EndpointSubject) -> None:
         _require_id(request, response)
         gap = subject.gap(subject.reference.weights, request, response.completions[0])
         largest = max(largest, gap)
-        require(gap <= subject.tolerance, f"of {len(answered)} requests at once, one has logprobs {gap:.3g} off")
-    subject.note(**{f"largest logprob difference of {len(answered)} requests at once": largest})
+        words = f"of {len(answered)} concurrent requests, one has logprobs that are off by {gap:.3g}"
+        require(gap <= subject.tolerance, words)
+    subject.note(**{f"largest logprob difference of {len(answered)} concurrent requests": largest})
     require_repeated(subject, zip(alone, crowded, strict=True), "alone and among others")
 
 

@@ -39,8 +39,8 @@ are small, tokens of the other colour are occasionally sampled."""
 _MOVED = 0.75
 """The share of a completion's tokens that rounding may change too much: a sharp model amplifies rounding."""
 _LOOK_AT = (
-    "when the version of a token is recorded: in the step that sampled it with the weights, neither at admission nor "
-    "when the completion ends"
+    "when the version of a token is recorded: it must be in the step that samples the token, neither at admission "
+    "nor when the completion ends"
 )
 
 

@@ -149,7 +149,7 @@ async def large_logits(subject: EndpointSubject) -> None:
         subject.note(**{f"logprob difference {what}": gap})
         words = f"{what}, logprobs differ by up to {gap:.3g} (tolerance {scale * subject.tolerance:.3g})"
         require(gap <= scale * subject.tolerance, words)
-    if not subject.is_coarse:  # in 16 bits, so sharp an attention turns roundings into other tokens
+    if not subject.is_coarse:  # in 16 bits, attention this sharp turns rounding errors into other tokens
         sharp = _with_sharp_attention(reference)
         await subject.publisher.publish(sharp)
         await subject.require_serves(sharp, "with scores of attention times 16")
@@ -165,7 +165,7 @@ def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
 
 
 @check("U-09", "updates", deadline_s=60)
-@look_at("whether the head keeps a copy of its own, packed or quantised, that the update does not reach")
+@look_at("whether the head keeps a copy of its own, packed or quantized, that the update does not reach")
 async def tied_head(subject: EndpointSubject) -> None:
     """If the head is tied to the embedding, an update of the embedding changes both."""
     if subject.reference.is_tied:
@@ -229,8 +229,8 @@ async def restart_from_disk(subject: EndpointSubject) -> None:
 
 @check("U-13", "updates", deadline_s=90)
 @look_at(
-    "what a session leaves behind: staged tensors, timers, groups, half-renewed leases; if it hung with many updates "
-    "done, how long an update waits for running requests"
+    "what a session leaves behind: staged tensors, timers, groups, half-renewed leases; if the check hung after "
+    "many updates, how long an update waits for running requests"
 )
 async def soak(subject: EndpointSubject) -> None:
     """While requests run, up to two hundred updates follow one another (as many as half a minute allows, but at least

@@ -88,7 +88,7 @@ class SecondRank:
             "deadline_s": deadline_s,
             "is_sharded": is_sharded,
         }
-        with contextlib.suppress(OSError):  # it is gone, which rank 0 will notice
+        with contextlib.suppress(OSError):  # it has exited, which rank 0 will notice
             self._control.send_bytes(json.dumps(order).encode())
 
     def end_publish(self) -> None:

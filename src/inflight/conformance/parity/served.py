@@ -38,7 +38,7 @@ async def check_served(pair: Pair) -> Figures:
     if min(rounded) < figures.mean / 4:
         return figures
     raise ConfigError(
-        f"{label} does not serve {str(reference.path)!r}, or not faithfully: before anything is published, logprobs "
-        f"differ from this checkpoint's by {figures.mean:.3g} nats on average (k3 {figures.k3:.3g}), and the limits "
-        f"are {limits.mean:g} and {limits.k3:g}. {how}, which also finds the cause if the difference remains"
+        f"{label} does not serve {str(reference.path)!r}, or serves it incorrectly: before anything is published, "
+        f"logprobs differ from this checkpoint's by {figures.mean:.3g} nats on average (k3 {figures.k3:.3g}), and the "
+        f"limits are {limits.mean:g} and {limits.k3:g}. {how}, which also finds the cause if the difference remains"
     )

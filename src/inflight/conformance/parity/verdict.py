@@ -118,7 +118,7 @@ def _of_the_rest(measured: PairMeasurements) -> Iterator[Finding]:
         )
     if measured.grown > small:
         yield Finding(
-            f"{measured.num_updates} updates with the same weights made it larger by {measured.grown:.2g}",
+            f"{measured.num_updates} updates with the same weights increased the difference by {measured.grown:.2g}",
             "what an update applies to weights that are already loaded: scales, casts, merges, transposes",
         )
 

@@ -64,7 +64,7 @@ def strided_tensors_arrive_row_major(t: TransportSubject) -> None:
     _require_arrival(t, bucket_of(source.t(), source[:, ::2], source[0].expand(3, 6)))
 
 
-@check("T-12", deadline_s=30, look_at="short writes and reads, limits on the size of a message, rests of chunks")
+@check("T-12", deadline_s=30, look_at="short writes and reads, limits on the size of a message, remainders of chunks")
 def buckets_of_any_size_arrive_whole(t: TransportSubject) -> None:
     """A bucket of any size from one byte to 64 MB arrives complete, even if its bytes are encoded."""
     (receiver,) = t.form()
@@ -136,7 +136,7 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
         wrong[f"{before.nbytes} bytes"] = _num_wrong(arrived, before)
         t.note(**{f"returned_before_the_receive_{before.nbytes}": returned_early})
     t.note(wrong_bytes=wrong)
-    require(not any(wrong.values()), f"bytes that followed the sender's tensor, by size of the bucket: {wrong}")
+    require(not any(wrong.values()), f"bytes that changed with the sender's tensor, by size of the bucket: {wrong}")
 
 
 @check("T-16", look_at="receive and begin: buffers that are reused while tensors still refer to them")

@@ -72,7 +72,7 @@ def bytes_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
     ending = receive.ending(0.0)
     t.note(timeout_s=_TIMEOUT_S, ending=ending.words)
     legal = ending.error is None or isinstance(ending.error, TransferError)
-    require(legal, f"a receive that ends before all bytes are there must raise TransferError, but: {ending.words}")
+    require(legal, f"a receive that ends before all bytes have arrived must raise TransferError, but: {ending.words}")
     if ending.value is not None:
         _require_whole(ending.value[0], bucket)
 
@@ -258,7 +258,7 @@ def _require_timely_failure(t: TransportSubject, call: Callable[[], Any], what: 
 
 def _require_whole(arrived: torch.Tensor, bucket: WeightBucket) -> None:
     is_whole = bytes_of(arrived).equal(bytes_of(bucket.tensors[0]))
-    require(is_whole, "a bucket that did not arrive whole was received as if it had")
+    require(is_whole, "a bucket that did not arrive completely was received as if it had")
 
 
 def _note_legal_ending(t: TransportSubject, ending: Ending[None]) -> None:

@@ -172,7 +172,8 @@ def _problem(subject: WorkerSubject, taken: Sequence[_Taken], what: str) -> str:
         if largest <= 1.0:
             break
     decays = "no tensor" if best.weight_decay == 0.0 else "matrices" if best.decayed_dims else "every tensor"
-    measured = {"betas": best.betas, "difference, in units of what is allowed": largest, "weights that decay": decays}
+    relative = "difference, as a multiple of the tolerance"
+    measured = {"betas": best.betas, relative: largest, "weights that decay": decays}
     subject.note(**{f"{name} ({what})": value for name, value in measured.items()})
     if largest <= 1.0:
         return ""
@@ -181,8 +182,7 @@ def _problem(subject: WorkerSubject, taken: Sequence[_Taken], what: str) -> str:
     likely, tensor = min(explained, key=lambda fault: explained[fault]), max(apart, key=lambda name: apart[name])
     why = f", as if {likely}" if explained[likely] < 0.5 * largest else ""
     return (
-        f"{what}: {len(taken)} steps change {tensor} in another way than AdamW does, by {largest:.3g} times what is "
-        f"allowed{why}"
+        f"{what}: {len(taken)} steps change {tensor} differently from AdamW, by {largest:.3g} times the tolerance{why}"
     )
 
 

@@ -129,10 +129,10 @@ def a_save_that_ends_in_the_middle(subject: WorkerSubject) -> None:
             for path in [copy / _NAME for copy in unfinished[-1:]]:
                 saved, wanted = gathered(loaded), loaded.version
                 error = error_of(partial(loaded.save, path)) or error_of(partial(loaded.load, path))
-                words = f"a save where an earlier one had ended just before it was done raises {words_of(error)}"
+                words = f"a save at the path of one that had ended just before completion raises {words_of(error)}"
                 subject.require_on_all_ranks(error is None, words)
                 is_right = loaded.version == wanted and not differing(saved, gathered(loaded))
-                words = "a save where an earlier one had ended just before it was done is loaded as something else"
+                words = "a save at the path of one that had ended just before completion is loaded as something else"
                 subject.require_on_all_ranks(is_right, words)
 
 
@@ -170,9 +170,11 @@ def _problem_of(subject: WorkerSubject, worker: TrainerWorker, path: Path, state
     if subject.rank == 0:
         state = states[version]
         if changed := differing(state.now, now):
-            problem = f"version {version} is loaded with other weights than it had: {shortened(changed, 3)}"
+            problem = f"version {version} is loaded with weights that differ from its own: {shortened(changed, 3)}"
         elif distance(later, state.next) > subject.tolerance.change * distance(state.next, state.now):
-            problem = f"version {version} is loaded, but a step leads elsewhere: its optimizer is that of another one"
+            problem = (
+                f"version {version} is loaded, but with the optimizer of another one: a step leads to other weights"
+            )
     return str(subject.ranks.exchange(problem)[0])
 
 

@@ -34,7 +34,7 @@ def the_gradient_is_that_of_the_halves(subject: WorkerSubject) -> None:
     worker, reference = _noticeable_worker(subject), ReferenceModel(subject.model())
     batches = [make_batch(_LENGTHS, seed=470 + rank) for rank in range(subject.data_size)]
     mine = batches[subject.data_rank]
-    for what in ("while B is zero", "once it is not"):
+    for what in ("while B is zero", "once B is not zero"):
         found_T = worker.forward(mine)
         lora = _on_every_rank(subject, gathered(worker))
         reference.adapt(lora, _spec(worker))

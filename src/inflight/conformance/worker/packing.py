@@ -53,7 +53,7 @@ def segments_do_not_see_each_other(subject: WorkerSubject) -> None:
     subject.note(change_by_segment=changes, changed_segment=1)
     require(
         max(changes[0], changes[2]) <= subject.tolerance.logprob,
-        f"other tokens in segment 1 change logprobs of segment 0 by {changes[0]:.2e} and of 2 by {changes[2]:.2e}",
+        f"other tokens in segment 1 change logprobs of segment 0 by {changes[0]:.2e}, of segment 2 by {changes[2]:.2e}",
     )
     require(changes[1] > subject.tolerance.logprob, "other tokens in segment 1 do not change its own logprobs")
 

@@ -92,7 +92,7 @@ class WorkerSubject:
         }
         del worker
         gc.collect()
-        gc.freeze()  # collections before each check would otherwise walk all that was imported
+        gc.freeze()  # otherwise, each collection before a check would traverse everything imported
 
     @property
     def rank(self) -> int:
