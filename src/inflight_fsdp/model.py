@@ -150,7 +150,7 @@ def _layout(name: str, parameter: torch.Tensor, causal_lm: Any, held: Collection
             return layout
     raise UnsupportedError(
         f"{type(causal_lm).__name__} stores {name} as {shortened(sorted(stored))}, a conversion that this worker does "
-        "not know, so servers would not recognise the published name"
+        "not know, so servers would not recognize the published name"
     )
 
 

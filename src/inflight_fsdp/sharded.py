@@ -389,7 +389,7 @@ def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:
     if owns_group:
         if (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
             raise ConfigError(
-                f"WORLD_SIZE is {ranks} but torch.distributed is not initialised: call "
+                f"WORLD_SIZE is {ranks} but torch.distributed is not initialized: call "
                 "torch.distributed.init_process_group() on every rank before the worker is created"
             )
         backend = "gloo" if device.type == "cpu" else "nccl"

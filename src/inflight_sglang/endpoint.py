@@ -193,7 +193,7 @@ class SglangEndpoint(
         return await self._gate.sample(request, self._label, send, version_labels_of)
 
     async def _read(self, request: GenerateRequest, index: int, asked: SentRequest, stream: TokenStream) -> Any:
-        """Add what SGLang streams, and return its last part, or the first if other weights began the completion."""
+        """Add what SGLang streams, and return its last part, or its first if other weights sampled the first token."""
         limits = self._attached.limits
         body = body_of(request, limits, {index: asked}) | {"stream": True}
         events = self._routes.events("/generate", body, self._generate_timeout_s)

@@ -99,8 +99,8 @@ class GeneratingEndpoint(AttachedEndpoint):
     ) -> list[Any]:
         """Add what vLLM streams, and return the last part of each completion.
 
-        Of completions that other weights began, it is the first part, which was not added: they are sampled again, as
-        are those that vLLM refused because it is paused.
+        If other weights sampled the first token of a completion, its first part is returned and was not added: the
+        completion is sampled again, as is one that vLLM refused because it is paused.
         """
         last: dict[int, Any] = {}
         others: set[int] = set()

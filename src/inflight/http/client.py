@@ -167,7 +167,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         """
         content = None if body is None else body.model_dump_json()
         bound = MAX_RESPONSE_BYTES
-        if num_tokens is not None:  # a chat returns the prompt, of which an image makes few tokens
+        if num_tokens is not None:  # a chat response contains the prompt, in which an image is few tokens
             asked = 0 if content is None else len(content) - _length_of_images(body)
             bound = route.response_size.bytes_for(num_tokens, num_routed=num_routed) + 64 * asked
         status, received = await self._http.request(

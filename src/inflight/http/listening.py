@@ -78,5 +78,5 @@ class _Uvicorn(uvicorn.Server):
 
     async def startup(self, sockets: list[Any] | None = None) -> None:
         await super().startup(sockets)
-        gc.freeze()  # else the collector walks them again and again for a client's many small objects
+        gc.freeze()  # otherwise, each client's many small objects would make the collector traverse them repeatedly
         self._is_started.set()

@@ -125,7 +125,7 @@ class _Server(uvicorn.Server):
                 return
         await super().startup(sockets)
         self._watching = [asyncio.create_task(self._note_failure_of(call())) for call in self._while_serving]
-        gc.freeze()  # the model's objects: the collector would walk them again and again for a client's many small ones
+        gc.freeze()  # otherwise, the collector would traverse the model's objects repeatedly
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

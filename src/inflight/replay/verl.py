@@ -63,7 +63,7 @@ def _tokens(tokenizer: Any, text: str, where: str) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
-        raise ConfigError(f"{where}: {text[error.start]!r} is not a character that can be tokenised") from error
+        raise ConfigError(f"{where}: {text[error.start]!r} is not a character that can be tokenized") from error
     return [int(it) for it in tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 

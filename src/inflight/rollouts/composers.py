@@ -49,7 +49,7 @@ class ConstantTokens(BatchComposer):
     def compose(self, groups: Sequence[Group], num_tokens: Sequence[int]) -> Sequence[int]:
         total = 0
         for i, (group, num_training) in enumerate(zip(groups, num_tokens, strict=True)):
-            # Context counts among training tokens only with a completion that has any.
+            # Context counts as training tokens only if its completion has training tokens.
             total += max(0, num_training - sum(rollout.num_context_tokens for rollout in group.rollouts))
             if total >= self.num_tokens:
                 return range(i + 1)

@@ -332,7 +332,7 @@ class Dispatcher:
         now: float,
     ) -> None:
         if not slots.keeps_partials and not all(one.is_whole for one in sampled):
-            sampled = ()  # send all of it again: keeping what was short enough would prefer short completions
+            sampled = ()  # repeat all of them: keeping only the finished ones would favour short completions
         for i, new in zip(request.numbers, sampled, strict=False):
             if new.num_tokens or new.is_whole:
                 group.sampled[i] = new

@@ -23,7 +23,7 @@ class Split:
 def best_split(
     num_devices: int, generation_s: Callable[[int], float], training_s: Callable[[int], float], *, unit: int = 1
 ) -> Split:
-    """Return the split of at most ``num_devices`` devices that minimises the time of the slower stage.
+    """Return the split of at most ``num_devices`` devices that minimizes the time of the slower stage.
 
     Of equally fast splits, it is the one with the fewest devices.
 

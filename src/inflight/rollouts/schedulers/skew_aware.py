@@ -18,7 +18,7 @@ from inflight.rollouts.rounds import Queues, Rounds
 class SkewAware(Scheduler):
     """Reserves endpoints for the items of a round with the longest predictions, and issues the longest items first.
 
-    These items, a share of ``tail``, are the long part. The number of endpoints for it minimises the larger of the
+    These items, a share of ``tail``, are the long part. The number of endpoints for it minimizes the larger of the
     latencies of the two parts (algorithm 2, with a tail of 20 %). A latency is the time per token at the resulting
     batch size times a length, which is the 90th percentile of the predictions in the long part, and their median in the
     rest. The time per token is constant up to a batch of ``knee`` and proportional to the batch beyond it. If ``knee``
