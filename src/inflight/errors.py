@@ -22,7 +22,7 @@
     │   ├── NonFiniteError           loss, gradient, logprobs or weights are not finite; nothing changed
     │   ├── CheckpointError          nothing was loaded, or the previous checkpoint is still intact
     │   └── WorkerDiedError          a trainer rank has ended; the last checkpoint is intact
-    ├── TaskError                    a task could not be made or a reward could not be computed
+    ├── TaskError                    a task could not be created, or a reward could not be computed
     ├── ContextFullError             a conversation has no room for another turn; nothing was appended
     └── EpisodeOverError             the episode has ended; nothing more is sampled for it
 

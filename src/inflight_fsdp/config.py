@@ -70,8 +70,8 @@ class WorkerConfig(OptimizerSettings):
     norms, embedding, head and the gradients of weights stay in ``dtype``. A CPU emulates the 8-bit products. This
     setting has not yet been tested on a GPU."""
     compile: bool = False
-    """Compile the parts of each layer, except attention. The first steps are slower while graphs are made. Needs a C++
-    compiler on a CPU, and triton on a GPU."""
+    """Compile the parts of each layer, except attention. The first steps are slower because graphs are compiled. Needs
+    a C++ compiler on a CPU, and triton on a GPU."""
     cpu_offload: bool = False
     """Keep shards, gradients and optimizer states in host memory, and run the optimizer there. A GPU then holds only
     the activations and the layers that it is computing. On a CPU the results are the same with and without this

@@ -94,7 +94,8 @@ def build_stage(hf: Any, config: MegatronConfig, groups: ProcessGroupCollection)
             pipeline_dtype=dtype,
             params_dtype=dtype,
             bf16=config.dtype == "bfloat16",
-            # Weights come from a checkpoint. Without these settings they would be made on a CUDA device, not on meta.
+            # Weights come from a checkpoint. Without these settings they would be created on a CUDA device, not on
+            # meta.
             perform_initialization=False,
             use_cpu_initialization=True,
             # These need transformer_engine or apex.

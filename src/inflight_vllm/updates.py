@@ -110,7 +110,8 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             except BaseException:
                 await asyncio.shield(ignore_engine_errors(self._routes.post("/shutdown_weight_transfer_engine")))
                 raise
-            self._kept = _kept_of(await status_of(self._routes))  # other clients may have made it keep other weights
+            # Other clients may have made the engine keep different weights.
+            self._kept = _kept_of(await status_of(self._routes))
             self._group = spec.group
 
     def leave(self) -> None:
@@ -337,8 +338,9 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
                 await ignore_engine_errors(self._routes.post("/update_weights", {"update_info": {"source": "drop"}}))
                 return
             with contextlib.suppress(InflightError):
+                # Otherwise, the group belongs to another publisher.
                 if all(status.get("group") == name for status in await status_of(self._routes)):
-                    await self._routes.post("/shutdown_weight_transfer_engine")  # else it belongs to another publisher
+                    await self._routes.post("/shutdown_weight_transfer_engine")
 
     async def _resume(self) -> None:
         """Resume sampling; vLLM refuses this for a short time while an abandoned drain is still pending."""

@@ -188,7 +188,7 @@ def test_servers_join_over_https(files: dict[str, Path], trusting: Callable[...,
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("--tls-certificate", "ca"), "--tls-certificate and --tls-key belong together"),
+        (("--tls-certificate", "ca"), "--tls-certificate and --tls-key require each other"),
         (("--tls-client-ca", "ca"), "--tls-client-ca requires both"),
         (("--tls-certificate", "nowhere", "--tls-key", "ca"), "cannot be used: No such file or directory"),
         (("--tls-certificate", "127.0.0.1", "--tls-key", "client.example key"), "KEY_VALUES_MISMATCH"),

@@ -393,7 +393,7 @@ def test_a_server_that_comes_back_with_another_model_is_named_with_it_when_the_r
     assert run.wait(90) == 1
     end = run.output().splitlines()[-1]
     assert f"no inference server is left ({server.url}: " in end
-    assert "came back with" in end
+    assert "now serves" in end
     assert "with 300 tokens" in end
 
 
@@ -524,7 +524,7 @@ def test_a_publish_without_anybody_to_reach_says_so_and_is_no_failure(
     first, second, stranger = asyncio.run(conversation())
     assert [answer.endpoints for answer in (first, second, stranger)] == [(), (), ()]
     assert not first.is_published
-    assert "came back with tiny in float32 with 300 tokens, but was tiny in float32 with 258" in stranger.notes[0]
+    assert "now serves tiny in float32 with 300 tokens, but served tiny in float32 with 258 before" in stranger.notes[0]
 
 
 def test_a_run_that_is_resumed_takes_its_servers_over_and_the_old_trainer_is_stopped(

@@ -243,9 +243,9 @@ def test_names_and_options_that_fit_nothing_are_refused() -> None:
         load_trackers(["wanbd"], {})
     with pytest.raises(ConfigError, match=r"run\.tracker_options has 'wandb', which run\.trackers does not list"):
         load_trackers([], {"wandb": {}})
-    with pytest.raises(ConfigError, match=r"tracker 'tensorboard' could not be made: TypeError: .*colour"):
+    with pytest.raises(ConfigError, match=r"tracker 'tensorboard' could not be created: TypeError: .*colour"):
         load_trackers(["tensorboard"], {"tensorboard": {"colour": "red"}})
-    with pytest.raises(ConfigError, match=r"tracker 'wandb' could not be made: TypeError: .*projekt"):
+    with pytest.raises(ConfigError, match=r"tracker 'wandb' could not be created: TypeError: .*projekt"):
         load_trackers(["wandb"], {"wandb": {"projekt": "letters"}})
     with pytest.raises(ConfigError, match="is a dict, not a Tracker: it needs begin, end, step"):
         load_trackers(["builtins:dict"], {})

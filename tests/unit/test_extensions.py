@@ -90,7 +90,7 @@ def test_unknown_names_are_refused_with_all_that_are_known() -> None:
 
 
 def test_wrong_parameters_and_objects_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"composer 'fixed' could not be made: TypeError: .*num_groups"):
+    with pytest.raises(ConfigError, match=r"composer 'fixed' could not be created: TypeError: .*num_groups"):
         load_composer("fixed", {}, 2)
     with pytest.raises(ConfigError, match="multiple values for keyword argument 'max_lag'"):
         load_staleness("whole", {"max_lag": 3}, 2)

@@ -90,7 +90,7 @@ def make(
     try:
         made = factory(**arguments, **params)
     except TypeError as error:
-        raise ConfigError(f"{kind} {name!r} could not be made: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{kind} {name!r} could not be created: {type(error).__name__}: {error}") from error
     if not isinstance(made, protocols):
         wanted = protocols if isinstance(protocols, tuple) else (protocols,)
         needs = ", or ".join(", ".join(sorted(one.__abstractmethods__)) for one in wanted)

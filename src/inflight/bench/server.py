@@ -68,7 +68,7 @@ def make_model(path: Path, size_bytes: int, dtype: str) -> Any:
 
 @contextlib.contextmanager
 def serving(model: Path, directory: Path, dtype: str, num_threads: int, *arguments: str) -> Iterator[BenchServer]:
-    """Run ``inflight serve`` with further arguments while the context is open, and yield the server.
+    """Run ``inflight serve`` with additional arguments while the context is open, and yield the server.
 
     Raises a `ConfigError` that quotes the end of the server's log if the server does not start.
     """

@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine = subjects.add_parser(
         "engine",
         help="measure token times of a running server at several concurrencies, for inflight plan",
-        epilog=f"${TOKEN_VARIABLE} is the server's token. No other client should use the server meanwhile.",
+        epilog=f"${TOKEN_VARIABLE} is the server's token. No other client should use the server while it is measured.",
     )
     engine.add_argument("url", metavar="URL", help="http://HOST:PORT, or an engine's own ENGINE+http://HOST:PORT")
     engine.add_argument("--batches", default="1,8,32,64", metavar="N,N,...", help="default: %(default)s")

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     require_positive(arguments, "pause_lease", "timeout")
     if (arguments.directory is None) != (arguments.model is None):
-        raise ConfigError("--directory and --model belong together: updates are compared with the model's tensors")
+        raise ConfigError("--directory and --model require each other: updates are compared with the model's tensors")
     for name in ("directory", "model"):
         if (given := getattr(arguments, name)) is not None and not given.is_dir():
             raise ConfigError(f"--{name} {str(given)!r} is not a directory")

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     has_updates = arguments.weight_update_group_init_method is not None
     if has_updates != (arguments.weight_update_group_world_size is not None):
-        raise ConfigError("--weight-update-group-init-method and --weight-update-group-world-size belong together")
+        raise ConfigError("--weight-update-group-init-method and --weight-update-group-world-size require each other")
     require_at_least(arguments, actor_llm_idx=0)
     token = read_token(arguments.token_file)
     with bind(arguments.host, arguments.port) as listener, contextlib.ExitStack() as stack:

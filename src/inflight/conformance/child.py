@@ -74,7 +74,8 @@ def main(file_number: int) -> int:
         return 0
     except Exception as error:  # any error of a factory is reported to its author
         where = own_frame(error) or innermost_frame(error)
-        send(ChildReady(problem=f"{setup.target.label} could not be made: {type(error).__name__} at {where}: {error}"))
+        what = f"{type(error).__name__} at {where}: {error}"
+        send(ChildReady(problem=f"{setup.target.label} could not be created: {what}"))
         raise
     checks = {c.id: replace(c, deadline_s=c.deadline_s * setup.deadline_scale) for c in checks_of(setup.target.kind)}
     try:

@@ -211,7 +211,7 @@ class _Session:
         except _NoAnswerError as error:
             self.kill()
             stacks = f"\n{error.stacks}" if error.stacks else ""
-            raise ConfigError(f"{target.label} could not be made: {error.message}{stacks}") from error
+            raise ConfigError(f"{target.label} could not be created: {error.message}{stacks}") from error
         except BaseException:
             self.kill()
             raise

@@ -59,7 +59,7 @@ class FilterGap:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The results of the experiments on one pair. None stands for an experiment that could not or need not be made."""
+    """The results of the experiments on one pair. None stands for an experiment that could not or need not be run."""
 
     dtype: str
     before: Figures
@@ -91,7 +91,7 @@ class Examination:
 
 
 async def examine(pair: Pair, report: Callable[[str], None]) -> Examination:
-    """Return the results of the experiments, each of which is made only if earlier results call for it.
+    """Return the results of the experiments, each of which is run only if earlier results call for it.
 
     Afterwards the endpoint serves test weights. Errors of the endpoint and the worker propagate. Before anything is
     published, the errors of `check_served` may be raised as well.

@@ -127,7 +127,7 @@ class MovingSampler:
 
     def _failed(self, place: TurnSampler, error: Exception) -> None:
         self.num_moved += 1
-        if self._place is place:  # else it was left already
+        if self._place is place:  # otherwise, it was left already
             self.leave()
             self._on_failure(error)
 

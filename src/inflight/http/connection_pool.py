@@ -214,7 +214,8 @@ class _Connection(asyncio.Protocol):
                 return bytes(event.data)
             elif isinstance(event, h11.EndOfMessage):
                 is_done = self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
-                if is_done and not self._http.trailing_data[0]:  # else a later request would read it as its answer
+                # With trailing data, a later request would read that as its answer.
+                if is_done and not self._http.trailing_data[0]:
                     self._http.start_next_cycle()
                 return b""
 

@@ -30,7 +30,7 @@ from inflight.http.tls import Handshake
 
 BACKLOG = 128
 HOSTS_VARIABLE = "INFLIGHT_ALLOWED_HOSTS"
-"""Environment variable with further names, separated by commas, by which clients reach a server that listens on
+"""Environment variable with additional names, separated by commas, by which clients reach a server that listens on
 loopback.
 """
 _HEAD_S = 10.0

@@ -88,7 +88,7 @@ REQUEST_WEIGHT_UPDATE = _control(
     "Announce an update, and pause sampling unless it is staged; the only call that may refuse",
     wire.WeightUpdate,
     wire.Acknowledgement,
-    Size(64 * MB),  # a name and a shape for each tensor, of which the largest models have 100,000
+    Size(64 * MB),  # a name and a shape for each tensor; the largest models have 100,000 tensors
 )
 RECEIVE_WEIGHTS = _control(
     "receive_weights", "Receive one bucket; pending until it has arrived", wire.BucketTransfer, wire.Acknowledgement
@@ -104,7 +104,7 @@ ABORT_REQUESTS = _control(
     "End running requests with the tokens sampled so far",
     wire.AbortRequests,
     wire.Acknowledgement,
-    Size(4 * MB),  # 1024 ids of 256 characters, of which JSON may write each in 12 bytes
+    Size(4 * MB),  # 1024 ids of 256 characters, each of which may take 12 bytes in JSON
     needs=wire.Needs(partial_rollouts=True),
 )
 RELEASE_MEMORY = Route(

@@ -28,7 +28,7 @@ def check_structure(content: bytes, max_body_bytes: int) -> None:
         return
     bare = content.replace(b"\\\\", b"").replace(b'\\"', b"")
     num_texts = bare.count(b'"') // 2
-    if num_texts > _MOST_TEXTS + _TEXTS_OF_CONTAINER * most:  # else splitting it costs too much
+    if num_texts > _MOST_TEXTS + _TEXTS_OF_CONTAINER * most:  # splitting it would take too long
         raise ValueError(f"it has {num_texts} strings and keys, more than any request needs")
     outside = b" ".join(bare.split(b'"')[::2])
     num_containers, num_values = _num_containers(outside), outside.count(b",")

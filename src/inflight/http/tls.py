@@ -27,7 +27,7 @@ def server_tls(certificate: Path | None, key: Path | None, client_ca: Path | Non
     """
     if certificate is None or key is None:
         if (certificate, key, client_ca) != (None, None, None):
-            raise ConfigError("--tls-certificate and --tls-key belong together, and --tls-client-ca requires both")
+            raise ConfigError("--tls-certificate and --tls-key require each other, and --tls-client-ca requires both")
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     _load_certificate(context, str(certificate), str(key))

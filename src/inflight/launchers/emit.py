@@ -15,8 +15,8 @@ from inflight.launchers.plan import MEET_PORT, Gang, JobPlan
 def sbatch(plan: JobPlan, directives: Sequence[str] = ()) -> str:
     """Return the script of a heterogeneous batch job, with one component for the controller and one for each gang.
 
-    ``directives`` are further options for every component, such as ``--partition=gpu``. Raises `ConfigError` if one of
-    them is not a single line.
+    ``directives`` are additional options for every component, such as ``--partition=gpu``. Raises `ConfigError` if one
+    of them is not a single line.
     """
     if unusable := [option for option in directives if not option.isprintable()]:
         raise ConfigError(

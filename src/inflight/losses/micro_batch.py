@@ -251,7 +251,7 @@ _KINDS: Mapping[str, torch.dtype | None] = {
 
 
 def check_micro_batch(batch: MicroBatch, **of_trainer_T: torch.Tensor | None) -> None:
-    """Raise `InvalidRequestError` unless the fields that losses read, and any further per-token values, are valid.
+    """Raise `InvalidRequestError` unless the fields that losses read, and any additional per-token values, are valid.
 
     Checks shapes, dtypes, devices and the range of segment ids.
     """

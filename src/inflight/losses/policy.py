@@ -253,7 +253,7 @@ class PolicyLoss(Piece):
     def _sum(
         self, targets: Targets, weight_N: torch.Tensor, keep_N: torch.Tensor, shares: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss, the weight of each target in its gradient, and further values to average.
+        """Return the loss, the weight of each target in its gradient, and additional values to average.
 
         ``shares`` are the weights from the denominators of the policy term and of each penalty.
         """

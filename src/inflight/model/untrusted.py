@@ -16,7 +16,7 @@ def trusts_remote_code() -> bool:
 
 
 def name_of_file_beside(name: str) -> str:
-    """Return a file name from an index. Raises ``ValueError`` unless it names a safetensors file beside the index."""
+    """Return a file name from an index. Raises ``ValueError`` unless it names a safetensors file next to the index."""
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-        raise ValueError(f"it lists {name!r}, which is not the name of a file beside it")
+        raise ValueError(f"it lists {name!r}, which is not the name of a file next to it")
     return name

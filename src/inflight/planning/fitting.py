@@ -1,4 +1,4 @@
-"""Exact non-negative least squares for a few columns, without further dependencies."""
+"""Exact non-negative least squares for a few columns, without additional dependencies."""
 
 from __future__ import annotations
 

@@ -217,8 +217,9 @@ class BucketSpec(WireModel):
 class TransportSpec(WireModel):
     """How weights reach one endpoint. Each transport adds the fields that its receivers need.
 
-    ``incarnation`` counts the times a run's trainer was started: calls from a replaced incarnation are refused.
-    ``others`` are the specs of further senders, each of which sends a part of every bucket, see `Manifest.shardings`.
+    ``incarnation`` is the number of times that a run's trainer was started: calls from a replaced incarnation are
+    refused. ``others`` are the specs of additional senders, each of which sends a part of every bucket, see
+    `Manifest.shardings`.
     """
 
     run_id: RunId

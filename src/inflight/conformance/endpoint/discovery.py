@@ -27,7 +27,7 @@ from inflight.wire import (
 LEVEL = "discovery"
 _GROUPS = ("gloo", "nccl")
 _NUM_REQUESTS = 40
-"""Number of requests sent at once to fill an endpoint, with several completions each."""
+"""Number of requests sent at the same time to fill an endpoint, with several completions each."""
 _MOST_COMPLETIONS = 16
 """Maximum number of completions of each request. An endpoint that can run more sequences than all of these together is
 not filled."""
@@ -240,7 +240,7 @@ async def more_than_fit(subject: EndpointSubject) -> None:
     answers = asyncio.gather(*(subject.endpoint.generate(request) for request in requests))
     largest = await _largest_num_running(subject, answers)
     subject.note(max_concurrent_sequences=reported, asked_for=num_requests * num_each, largest_num_running=largest)
-    require(largest <= reported, f"{largest} sequences ran at once, but {reported} are reported")
+    require(largest <= reported, f"{largest} sequences ran at the same time, but {reported} are reported")
     for request, response in zip(requests, answers.result(), strict=True):
         require(
             response.request_id == request.request_id,

@@ -98,7 +98,7 @@ async def own_drafts_are_counted(subject: EndpointSubject) -> None:
             "verifications, each of which adds one more token",
         )
         accepted.append(counts.num_accepted)
-    subject.note(**{"accepted of right drafts": accepted[0], "of wrong drafts": accepted[1]})
+    subject.note(**{"accepted tokens of right drafts": accepted[0], "accepted tokens of wrong drafts": accepted[1]})
     require(accepted[0] > 0, f"a completion of {_COUNTED} tokens that was recorded before has no accepted token")
     require(accepted[1] == 0, f"{accepted[1]} tokens of drafts that are all wrong were accepted")
 

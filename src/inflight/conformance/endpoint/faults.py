@@ -208,7 +208,7 @@ async def _poison(
 
 
 async def _require_ended(running: Running, what: str) -> None:
-    """Require that requests end at once, with the tokens sampled so far or with an error of the endpoint."""
+    """Require that requests end immediately, with the tokens sampled so far or with an error of the endpoint."""
     answers = await within(SLACK_S, asyncio.gather(*(task for _, task in running), return_exceptions=True), what)
     for answer in answers:
         if isinstance(answer, BaseException):

@@ -96,7 +96,7 @@ async def messages_out_of_order(subject: EndpointSubject) -> None:
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 3)
     await publisher.complete(update, other)
     await refused(endpoint.receive_weights(publisher.transfer(update, 0)), "a bucket after the commit")
-    await subject.require_serves(other, "after the right order")
+    await subject.require_serves(other, "after messages in the right order")
 
 
 async def _commit_before_the_pause(subject: EndpointSubject, weights: ReferenceWeights) -> None:

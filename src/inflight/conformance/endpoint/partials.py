@@ -80,7 +80,7 @@ async def continues_under_new_weights(subject: EndpointSubject) -> None:
 
 
 async def _abort_a_stream(subject: EndpointSubject) -> None:
-    """Require that an aborted stream ends at once, with the tokens that it has so far."""
+    """Require that an aborted stream ends immediately, with the tokens that it has so far."""
     request = subject.request(max_tokens=_length(subject), seed=_SEED, stream=True)
     chunks: list[CompletionChunk] = []
 
@@ -108,7 +108,7 @@ async def spans_of_both_parts(subject: EndpointSubject) -> None:
     that version's logprob, whether weights change within a part or between the parts."""
     _require_two_slots(subject)
     for policy in subject.pausing_policies():
-        for _ in range(_NUM_TRIES):  # on a busy machine, an update may come before a part has begun
+        for _ in range(_NUM_TRIES):  # on a busy machine, an update may arrive before a part has begun
             published: dict[int, ReferenceWeights] = {}
             await publish_next(subject, published)
             ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
@@ -186,8 +186,8 @@ def _named(request: GenerateRequest, *others: str) -> AbortRequests:
 async def _end(
     subject: EndpointSubject, request: GenerateRequest, answer: asyncio.Task[GenerateResponse], *others: str
 ) -> GenerateResponse:
-    """Abort a request, and ``others``, which are not running; return the request's answer, which must arrive at
-    once."""
+    """Abort a request, and ``others``, which are not running; return the request's answer, which must arrive
+    immediately."""
     await within(_LIMIT_S, subject.aborting.abort_requests(_named(request, *others)), "abort_requests")
     response = await within(SLACK_S, answer, "a request that was aborted")
     for completion in response.completions:

@@ -20,7 +20,7 @@ WATCHED_S = 0.8
 _NUM_TOKENS_OF_A_DRAIN = 600
 """Number of tokens per request: enough to outlast the time during which answers may still be in transit."""
 _NUM_TOKENS = 150
-"""Number of tokens of each running request: enough for it to still be running when a pause follows at once."""
+"""Number of tokens of each running request: enough for it to still be running when a pause follows immediately."""
 _SHORT_DRAIN_S = 0.03
 _MOST_SLOTS = 64
 """Maximum number of slots that a check fills to make further requests wait."""

@@ -147,8 +147,8 @@ class SteppedPublisher:
 
         The deadline and the lease are as long as a slow endpoint needs, unless they are given. ``frozen`` names the
         tensors that are left out, and ``lora`` indicates that ``weights`` are those of a LoRA. ``shardings`` divides
-        each tensor among the senders; if it is empty, the first one sends everything. ``fields`` are further fields of
-        `WeightUpdate`.
+        each tensor among the senders; if it is empty, the first one sends everything. ``fields`` are additional fields
+        of `WeightUpdate`.
         """
         specs = specs_of(weights) if specs is None else specs
         if shardings is None:

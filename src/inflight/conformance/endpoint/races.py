@@ -81,7 +81,7 @@ async def one_publisher_wins(subject: EndpointSubject) -> None:
         updates = [publisher.announcement(other, version=publisher.version + 1 + i) for i in range(4)]
         connections = [await subject.another_connection() for _ in updates]
         calls = [client.request_weight_update(update) for client, update in zip(connections, updates, strict=True)]
-        answers = await within(SERVED_S, asyncio.gather(*calls, return_exceptions=True), "four announcements at once")
+        answers = await within(SERVED_S, asyncio.gather(*calls, return_exceptions=True), "concurrent announcements")
         accepted = [update for update, answer in zip(updates, answers, strict=True) if answer is None]
         others = [answer for answer in answers if answer is not None]
         what = "of four updates that were announced at the same time"

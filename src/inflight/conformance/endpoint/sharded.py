@@ -261,7 +261,7 @@ async def older_session(subject: EndpointSubject) -> None:
         publisher.version = (await subject.endpoint.weight_version()).version
         first = await publisher.request(weights, session_id="first")
         await publisher.send_all(first, weights)
-        answer = await subject.endpoint.commit_weight_update(first.ref)  # of which the senders are not notified
+        answer = await subject.endpoint.commit_weight_update(first.ref)  # the senders are not notified of the commit
         subject.publisher.version = publisher.version = first.version
         require_serving(answer, first.version, "the commit of the first session")
         second = publisher.announcement(other, session_id="second")

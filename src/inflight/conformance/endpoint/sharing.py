@@ -53,7 +53,7 @@ async def shared_blocks(subject: EndpointSubject) -> None:
     together = [(*subject.prompt(2 * block, seed=60), *subject.prompt(i, seed=61)) for i in (0, 0, 1, 20)]
     await asyncio.gather(
         *(
-            _require_right(subject, it, "one of several prompts with a common beginning, sent at once,")
+            _require_right(subject, it, "one of several prompts with a common beginning, sent at the same time,")
             for it in together
         )
     )

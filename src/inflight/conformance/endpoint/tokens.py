@@ -114,7 +114,7 @@ async def a_caller_leaves(subject: EndpointSubject) -> None:
         request = subject.request(stream=True, n=wanted, max_tokens=subject.remaining_tokens())
         reader = subject.begin(_read(subject, request))
         while (await subject.endpoint.weight_version()).num_running == 0:
-            require(not reader.done(), "a stream of thousands of tokens ended at once")
+            require(not reader.done(), "a stream of thousands of tokens ended immediately")
             await asyncio.sleep(0.005)
         await cancel_and_wait(reader)
         await _require_idle(subject, "generate_stream")

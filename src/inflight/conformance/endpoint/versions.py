@@ -109,7 +109,7 @@ async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlig
     """Under {policy}, every token's span names the version whose weights it was sampled from, across any number of
     updates."""
     num_slots = subject.capabilities.max_concurrent_sequences
-    for _ in range(_NUM_TRIES):  # a slow engine may still be reading prompts when the updates come
+    for _ in range(_NUM_TRIES):  # a slow engine may still be reading prompts when the updates arrive
         published: dict[int, ReferenceWeights] = {}
         await publish_next(subject, published)
         running = await subject.start_running(

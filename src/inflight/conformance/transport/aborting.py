@@ -129,7 +129,7 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
     t.note(num_groups=_NUM_GROUPS, listening=len(left), descriptors=num_left, files=more)
     require(not left, f"it still listens on {', '.join(f'{address} port {port}' for address, port in sorted(left))}")
     require(num_left < _NUM_GROUPS, f"after {_NUM_GROUPS} groups, {num_left} more descriptors are open than before")
-    require(len(more) < _NUM_GROUPS, f"after {_NUM_GROUPS} groups, {len(more)} more files are there: {shortened(more)}")
+    require(len(more) < _NUM_GROUPS, f"after {_NUM_GROUPS} groups, {len(more)} more files exist: {shortened(more)}")
 
 
 def _use_groups(t: TransportSubject, num_groups: int) -> None:

@@ -70,7 +70,7 @@ class Peer:
         self._line("join")
 
     def kill(self) -> None:
-        """Kill the process at once, even if it is stopped. Idempotent."""
+        """Kill the process immediately, even if it is stopped. Idempotent."""
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):

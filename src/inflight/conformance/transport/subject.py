@@ -144,7 +144,7 @@ class TransportSubject:
         return peer, receivers
 
     def join_sending_peer(self, bucket: WeightBucket | None = None) -> tuple[Peer, WeightReceiver]:
-        """Form a group with a sender in another process, which sends ``bucket`` at once, and a receiver in this one."""
+        """Form a group of a receiver here and a sender in another process, which sends ``bucket`` immediately."""
         peer = self._peer(bucket=bucket and bucket.specs[0])
         receiver = self.receiver(peer.member(self._pair.transport.spec_type))
         self.start(receiver.join, "the receiver's join").result(2 * FORM_S)

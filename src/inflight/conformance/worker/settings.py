@@ -29,7 +29,7 @@ small."""
 
 
 @check("W-63", deadline_s=40)
-@look_at("settings that are read once, when the optimizer is made; a clip, decay or schedule of the worker's own")
+@look_at("settings that are read once, when the optimizer is created; a clip, decay or schedule of the worker's own")
 def steps_take_settings(subject: WorkerSubject) -> None:
     """Where a worker accepts settings with each step, a step uses those alone: the weights are those that AdamW in
     float64 gives with the same settings."""

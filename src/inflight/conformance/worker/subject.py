@@ -145,7 +145,7 @@ class WorkerSubject:
             dist.destroy_process_group()
 
     def create(self, *, model: Path | None = None, tied: bool = False, **more: object) -> TrainerWorker:
-        """Return a new worker for ``model`` or the kit's tiny model, with further options. All ranks call this."""
+        """Return a new worker for ``model`` or the kit's tiny model, with additional options. All ranks call this."""
         path = model if model is not None else self.model(tied=tied)
         options = self.target.options if self.world_size == 1 else self.target.options | self.target.options_of_ranks
         return load_worker_kind(self.target.factory).create({"model_path": str(path), **options, **more})
@@ -191,7 +191,7 @@ class WorkerSubject:
         deadline = time.monotonic() + _MODEL_TIMEOUT_S
         while not path.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank 0 did not make {path} in {_MODEL_TIMEOUT_S:g} s")
+                raise TimeoutError(f"rank 0 did not create {path} in {_MODEL_TIMEOUT_S:g} s")
             time.sleep(0.01)
         return path
 

@@ -77,7 +77,7 @@ class EventReader:
     def next_event(self, timeout_s: float) -> Event:
         """Block until the next event, and return it.
 
-        Raises `TransferError` if none comes, one is unreadable, or one was lost.
+        Raises `TransferError` if none arrives, one is unreadable, or one was lost.
         """
         deadline = time.monotonic() + timeout_s
         while not self._unanswered:

@@ -153,7 +153,7 @@ class CreateSamplingSession(OfSession):
 
 
 class JoinSamplingSession(TinkerRequest):
-    """Request a number for a further client of a sampling session, in another process."""
+    """Request a number for another client of a sampling session, in another process."""
 
     sampling_session_id: Name
 

@@ -109,7 +109,7 @@ class SamplingSessions:
         return sampler_id
 
     def join(self, sampler_id: str) -> int:
-        """Return the number of a further client of a sampling session; the first client has number 0."""
+        """Return the number of another client of a sampling session; the first client has number 0."""
         sampler = self._sampler(sampler_id)
         sampler.num_joined += 1
         return sampler.num_joined

@@ -272,7 +272,7 @@ class EmbeddedEndpoint(
             raise EndpointError(f"the memory could not be reacquired and remains released: {error}") from error
 
     async def num_running(self) -> int:
-        """Return the number of running sequences, of which a request may have several."""
+        """Return the number of running sequences; a request may have several."""
         return self._engine.stats().num_running
 
     async def _in_engine(self, command: Callable[[], T]) -> T:
@@ -374,7 +374,7 @@ class EmbeddedEndpoint(
         """Return the vision tower's inputs for a request's images, or None without images.
 
         Raises `UnsupportedError` if the model does not accept images, and `InvalidRequestError` if an image cannot be
-        decoded or is not where the request says.
+        decoded or is not where the request specifies.
         """
         if not request.images:
             return None

@@ -43,7 +43,7 @@ class HarborEnvironment(Environment):
         """Raise a `ConfigError` that lists every reason why a task cannot be run, whether or not it depends on this
         machine.
         """
-        del seed  # tasks come in their order, and have no randomness
+        del seed  # tasks have a fixed order and no randomness
         limits = {"max_turns": max_turns, "command_timeout_s": command_timeout_s, "max_output_bytes": max_output_bytes}
         for name, limit in limits.items():
             if not 0 < limit < math.inf:

@@ -46,7 +46,7 @@ class TrlEnvironment(Environment):
         """Raise `TaskError` if factory, rows or rewards are missing, or if the factory's object has no method
         ``reset``.
         """
-        del seed  # rows come in their order, and the environment's randomness is its own
+        del seed  # rows have a fixed order, and the environment has its own randomness
         try:
             self._factory: Callable[[], Any] = resolve(factory)
             self._reward_funcs = [resolve(name) for name in reward_funcs]

@@ -292,7 +292,7 @@ def _work(report_fd: int, scratch: str, timeout_s: float, memory: int, disk: int
         os.setsid()
         _prctl("prctl PR_SET_PDEATHSIG", PR_SET_PDEATHSIG, SIGKILL)
         os.chdir(scratch)
-        _libc.mallopt(M_ARENA_MAX, 1)  # else every thread takes 64 MiB of address space for its allocations
+        _libc.mallopt(M_ARENA_MAX, 1)  # otherwise, every thread takes 64 MiB of address space for its allocations
         stack_size(THREAD_STACK_BYTES)
         _set_limits(timeout_s, memory, disk, confined=bool(filters))
         if filters:

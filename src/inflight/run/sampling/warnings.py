@@ -20,7 +20,7 @@ _WHY_FILTERED = "The composer rejects groups like the last one: see rollouts.com
 
 @dataclass(slots=True)
 class SamplingWarnings:
-    """Counts problems with the sampling of a run, and warns the user at once and each time that a count has doubled."""
+    """Counts problems with the sampling of a run, and warns the user of the first and whenever a count has doubled."""
 
     note: Callable[[str], None]
     num_dropped: Mapping[str, int]

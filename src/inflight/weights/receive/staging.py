@@ -114,7 +114,7 @@ class Staging:
         receiver.receive_ahead((payload_spec(size_bytes),), update.lease_s + timeout_s)
 
     def _receive_parts(self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec) -> torch.Tensor:
-        """Return the bytes of a bucket, of which all senders send their parts at the same time."""
+        """Return the bytes of a bucket whose parts all senders send at the same time."""
         manifest = self.update.manifest
         assert isinstance(receiver, SeveralReceivers)  # an update of other senders than the group's is refused
         later = self.update.buckets[bucket.index + 1 : bucket.index + 2]

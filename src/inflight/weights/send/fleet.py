@@ -324,8 +324,8 @@ class Fleet:
         before = member.capabilities or can
         if (can.dtype, can.vocab_size) != (before.dtype, before.vocab_size):
             return (
-                f"came back with {can.model} in {can.dtype} with {can.vocab_size} tokens, "
-                f"but was {before.model} in {before.dtype} with {before.vocab_size}"
+                f"now serves {can.model} in {can.dtype} with {can.vocab_size} tokens, but served {before.model} in "
+                f"{before.dtype} with {before.vocab_size} before"
             )
         group = self._publisher.group
         needs = Needs(
@@ -428,7 +428,7 @@ def take_part(
 
 
 def _other_rank_error() -> UpdateError:
-    return UpdateError("the publish failed on another rank, whose error says why")
+    return UpdateError("the publish failed on another rank, whose error states the reason")
 
 
 def _agree_on_verdict(worker: WeightSource, verdict: _Verdict, group: dist.ProcessGroup | None) -> _Verdict:

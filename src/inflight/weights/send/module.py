@@ -18,7 +18,7 @@ from inflight.wire import DTYPE_SIZES, BucketSpec, LoraSpec, TensorSpec
 
 
 class ModuleWeights(PartialWeightSource):
-    """The weights of a module of which every rank holds a full copy.
+    """The weights of a module that every rank holds in full.
 
     The training loop sets ``version``: it adds one after each optimizer step. The object keeps no copy of the weights,
     only two buffers of the size of a bucket if weights are cast. Tensors have the names that ``save_pretrained``
@@ -171,7 +171,7 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class LoraWeights(LoraSource):
-    """The LoRA of a module of which every rank holds a full copy.
+    """The LoRA of a module that every rank holds in full.
 
     ``module`` is a PEFT model, or any module whose adapted layers have ``lora_A`` [r, in] and ``lora_B`` [out, r]:
     parameters, linear layers without bias, or, as in PEFT, dicts of these by ``lora_name``. ``alpha`` and ``rslora``

@@ -49,13 +49,14 @@ T = TypeVar("T")
 class WeightPublisher:
     """The connection from trainer rank 0 to endpoints. Use it as a context manager, or call `close`.
 
-    ``incarnation`` counts the times a run's trainer was started: endpoints refuse calls from a lower incarnation than
-    the highest that they have seen. None means the next higher incarnation. ``encoding`` rounds weights for the
-    transfer. With ``delta``, only the changes since the last publish that every endpoint applied are sent, which needs
-    one more copy of the weights in host memory on each side. With ``staged``, sampling continues while weights arrive
-    on endpoints that support staging. ``sharded`` is a source whose ranks each send the parts that they hold, if every
-    endpoint supports this; the ranks other than 0 then call `PartSender.send` instead of `gather_only` for each
-    publish. ``connect_timeout_s`` is the maximum wait for the endpoints' answers, and for a weight group to form.
+    ``incarnation`` is the number of times that a run's trainer was started: endpoints refuse calls from a lower
+    incarnation than the highest that they have seen. None means the next higher incarnation. ``encoding`` rounds
+    weights for the transfer. With ``delta``, only the changes since the last publish that every endpoint applied are
+    sent, which needs one more copy of the weights in host memory on each side. With ``staged``, sampling continues
+    while weights arrive on endpoints that support staging. ``sharded`` is a source whose ranks each send the parts that
+    they hold, if every endpoint supports this; the ranks other than 0 then call `PartSender.send` instead of
+    `gather_only` for each publish. ``connect_timeout_s`` is the maximum wait for the endpoints' answers, and for a
+    weight group to form.
 
     Entering the context asks each endpoint for its capabilities and forms the weight group. If that fails, it raises
     `ConfigError`, `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and
@@ -374,7 +375,7 @@ def publish_weights(
 
 
 def _until_lost(parts: Iterator[WeightBucket], opened: OpenPublish) -> Iterator[WeightBucket]:
-    """Yield the parts. If another rank fails, end the publish, whose report then says why."""
+    """Yield the parts. If another rank fails, end the publish, whose report then states the reason."""
     try:
         yield from parts
     except TransferError as error:

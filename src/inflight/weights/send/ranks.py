@@ -253,7 +253,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
 
 
 class PartsInSending:
-    """One update of which every rank sends parts. Set ``is_applied`` if every endpoint has applied the update."""
+    """One update to which every rank contributes parts. Set ``is_applied`` if every endpoint has applied the update."""
 
     def __init__(self, parts_of: Callable[[WeightUpdate], Generator[WeightBucket, None, None]]) -> None:
         self.is_applied = False
