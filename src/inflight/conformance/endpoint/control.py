@@ -123,7 +123,7 @@ async def repeated_abort(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after an abort of a committed update")
 
 
-@check("E-43", "updates", deadline_s=30, look_at="the timer that aborts the update, and the calls that start it again")
+@check("E-43", "updates", deadline_s=30, look_at="the timer that aborts the update, and the calls that restart it")
 async def lease(subject: EndpointSubject) -> None:
     """When its lease expires, a pause ends on its own, with the old weights; every message of the update renews the
     lease."""

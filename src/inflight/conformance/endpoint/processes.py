@@ -107,9 +107,7 @@ async def server_killed(subject: EndpointSubject) -> None:
 
 
 @check("U-52", "updates process", deadline_s=40)
-@look_at(
-    "whether the lease uses a clock that continues while the process is stopped, and expires on the first late look"
-)
+@look_at("whether the lease uses a clock that continues while the process is stopped, and expires once it continues")
 async def server_stopped(subject: EndpointSubject) -> None:
     """While the server's process is stopped, calls to it end with DeadlineError; a lease that runs out
     in the meantime has expired by the time the process continues."""

@@ -181,7 +181,7 @@ async def damaged_part(subject: EndpointSubject) -> None:
 
 
 @check("U-70", "updates sharded", deadline_s=40)
-@look_at("whether the checksum of a part begins with where the endpoint itself puts it")
+@look_at("whether the checksum of a part includes the places to which the endpoint itself assigns it")
 async def misplaced_part(subject: EndpointSubject) -> None:
     """A part whose sender assigns it to places other than those announced raises TransferError, even if its shape and
     its bytes are correct, and the old weights stay in service."""

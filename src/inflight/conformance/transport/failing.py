@@ -25,7 +25,7 @@ _WORDS = {"join": ("join", "form", "reach", "connect", "rendezvous"), "receive":
 """The message of a failed call contains one of these words."""
 
 
-@check("T-18", look_at="join of the receiver: the timeout_s of its spec, in every step of it")
+@check("T-18", look_at="join of the receiver: the timeout_s of its spec, in every one of its steps")
 def a_join_without_a_sender_ends(t: TransportSubject) -> None:
     """If the sender does not join, a receiver's join raises TransferError when its timeout expires, and not before."""
     (member,) = t.members([1], _TIMEOUT_S)
@@ -42,7 +42,7 @@ def a_join_without_receivers_ends(t: TransportSubject) -> None:
     failure_of(other, _TIMEOUT_S + SLACK_S)
 
 
-@check("T-37", "6-receivers", deadline_s=30, look_at="join of the sender: a timeout that starts again with every rank")
+@check("T-37", "6-receivers", deadline_s=30, look_at="join of the sender: a timeout that restarts with every rank")
 def ranks_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
     """The timeout of a join applies to the whole group: ranks that join one after another do not extend it."""
     *members, _ = t.members([1] * 6, _TIMEOUT_S)
@@ -58,7 +58,7 @@ def ranks_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
     require(seconds <= _TIMEOUT_S + SLACK_S, words)
 
 
-@check("T-38", "peer", deadline_s=30, look_at="receive: a timeout that starts again with every read")
+@check("T-38", "peer", deadline_s=30, look_at="receive: a timeout that restarts with every read")
 def bytes_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
     """The timeout of a receive applies to the whole bucket: bytes that arrive slowly do not extend it."""
     bucket = bucket_of(torch.zeros(_BIG, dtype=torch.float64))
@@ -77,7 +77,7 @@ def bytes_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
         _require_whole(ending.value[0], bucket)
 
 
-@check("T-39", "4-receivers", deadline_s=30, look_at="send: a timeout that starts again with every rank")
+@check("T-39", "4-receivers", deadline_s=30, look_at="send: a timeout that restarts with every rank")
 def receivers_that_do_not_read_share_a_timeout(t: TransportSubject) -> None:
     """The timeout of a send applies to all ranks together."""
     receivers, bucket = t.form(4), bucket_of(torch.ones(_BIG, dtype=torch.float64))

@@ -96,8 +96,8 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
 
 @check("W-76", deadline_s=60)
 @look_at(
-    "what is at the path between removing the old checkpoint and renaming the new one, files that are written one by "
-    "one where the checkpoint is to be, and what a save that ended left behind"
+    "what is at the path between removing the old checkpoint and renaming the new one, files that are written one "
+    "by one at the final path, and what an interrupted save left behind"
 )
 def a_save_that_ends_in_the_middle(subject: WorkerSubject) -> None:
     """Whenever a save() ends, even in the middle, its path contains the complete previous or new checkpoint, or the

@@ -125,7 +125,7 @@ def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
 
 @check("W-73", "ranks", deadline_s=25)
 @look_at(
-    "the deadline of every wait of exchange, also of its first call, what its error says, and calls of "
+    "the deadline of every wait in exchange, including its first call, what its error states, and calls of "
     "torch.distributed.new_group that not every rank makes"
 )
 def a_silent_rank_is_named(subject: WorkerSubject) -> None:

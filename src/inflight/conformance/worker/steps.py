@@ -127,7 +127,7 @@ def gradient_that_is_not_finite_is_refused(subject: WorkerSubject) -> None:
 
 
 @check("W-43", deadline_s=30)
-@look_at("isfinite, not isnan; a clipping factor of max_norm / inf makes a step of zeros that counts")
+@look_at("isfinite, not isnan; a clipping factor of max_norm / inf results in a step of zeros that counts")
 def gradient_that_overflows_is_refused(subject: WorkerSubject) -> None:
     """A gradient with an infinite element, or whose norm overflows, is refused in the same way as one with NaN.
 
