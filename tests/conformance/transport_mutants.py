@@ -558,15 +558,17 @@ def gives_up_at_once(receiver: Any) -> None:
 
 MUTANTS = {
     "one rank per endpoint": Mutant(
-        "T-01", "specs counts endpoints, not their ranks", respecified(lambda i, spec: {"rank": 1 + i})
+        "T-01", "`specs` counts endpoints, not their ranks", respecified(lambda i, spec: {"rank": 1 + i})
     ),
     "one name for all groups": Mutant(
         "T-02", "the group's name is a constant", respecified(lambda i, spec: {"group_name": "weights"})
     ),
     "listens everywhere": Mutant("T-03", "a socket is bound to 0.0.0.0", listens_everywhere),
-    "no group of two": Mutant("T-04", "one receiver is too few", receiver=knows_no_group_of_two),
-    "ranks in order": Mutant("T-05", "a rank must come after the one before it", both=wants_ranks_in_order),
-    "joins when it receives": Mutant("T-06", "join returns before a group is formed", receiver=joins_when_it_receives),
+    "no group of two": Mutant("T-04", "a group with only one receiver is refused", receiver=knows_no_group_of_two),
+    "ranks in order": Mutant("T-05", "ranks must join in ascending order", both=wants_ranks_in_order),
+    "joins when it receives": Mutant(
+        "T-06", "`join` returns before a group is formed", receiver=joins_when_it_receives
+    ),
     "default group": Mutant("T-07", "the sender creates torch's default group", takes_torchs_default_group),
     "adds zero": Mutant("T-08", "arithmetic turns -0.0 into 0.0", resent(lambda tensor: tensor + 0.0)),
     "no scalars": Mutant(
@@ -579,23 +581,33 @@ MUTANTS = {
     ),
     "equal shapes exchanged": Mutant("T-10", "two tensors of equal shape are exchanged", receiver=received(exchanged)),
     "by name": Mutant("T-10", "tensors of equal shape are sorted by name", receiver=received(by_name)),
-    "only 1024 tensors": Mutant("T-10", "one system call writes all tensors", receiver=received(only_1024)),
+    "only 1024 tensors": Mutant(
+        "T-10", "tensors after the first 1,024 of a bucket arrive as zeros", receiver=received(only_1024)
+    ),
     "storage order": Mutant("T-11", "strides are ignored", resent(in_storage_order)),
-    "only 16 MB": Mutant("T-12", "the rest of a long bucket is missing", receiver=received(only_16_mb)),
+    "only 16 MB": Mutant(
+        "T-12", "everything after the first 16 MB of a tensor arrives as zeros", receiver=received(only_16_mb)
+    ),
     "no odd tail": Mutant("T-12", "bytes after the last whole word are lost", receiver=received(without_odd_tail)),
     "no last chunk": Mutant("T-12", "the last chunk is lost if it is short", receiver=received(without_last_chunk)),
-    "ahead is lost": Mutant("T-13", "what was received ahead is lost", receiver=loses_what_came_ahead),
-    "old buffer": Mutant("T-13", "one bucket contains the previous bucket", sends_bucket_50_from_the_old_buffer),
-    "rank three gets zeros": Mutant("T-14", "the last receiver is left out", receiver=received(zero_on_rank_three)),
+    "ahead is lost": Mutant("T-13", "data that was received ahead is lost", receiver=loses_what_came_ahead),
+    "old buffer": Mutant(
+        "T-13", "one bucket contains the data of the previous bucket", sends_bucket_50_from_the_old_buffer
+    ),
+    "rank three gets zeros": Mutant("T-14", "the third receiver gets zeros", receiver=received(zero_on_rank_three)),
     "hands tensors over": Mutant("T-15", "sender and receiver share memory", both=hands_the_tensors_over),
     "recycles at once": Mutant(
-        "T-16", "a bucket reuses the memory of the last one", receiver=received(where_the_last_one_lay)
+        "T-16", "a bucket reuses the memory of the previous one", receiver=received(where_the_last_one_lay)
     ),
     "recycles at the next update": Mutant(
-        "T-16", "begin reclaims memory that is still in use", receiver=recycles_at_the_next_update
+        "T-16", "`begin` reclaims memory that is still in use", receiver=recycles_at_the_next_update
     ),
-    "packs an index once": Mutant("T-16", "buckets are kept by their index across updates", packs_an_index_once),
-    "lays tensors out again": Mutant("T-17", "strided tensors change in place", resent(made_contiguous_in_place)),
+    "packs an index once": Mutant(
+        "T-16", "a packed bucket is reused for buckets with the same index in later updates", packs_an_index_once
+    ),
+    "lays tensors out again": Mutant(
+        "T-17", "strided tensors are made contiguous in place", resent(made_contiguous_in_place)
+    ),
     "wrong error of a join": Mutant(
         "T-18",
         "TimeoutError propagates",
@@ -603,7 +615,7 @@ MUTANTS = {
     ),
     "abandons at once": Mutant("T-18", "a receiver does not wait for its sender", receiver=gives_up_at_once),
     "joins without ranks": Mutant(
-        "T-19", "the sender takes a timeout for success", answered("join", "not set after", lambda: None)
+        "T-19", "the sender treats a timeout as success", answered("join", "not set after", lambda: None)
     ),
     "join timeout for each rank": Mutant(
         "T-37", "the timeout of a join starts again with every rank", joins_with_a_timeout_for_each_rank
@@ -615,7 +627,7 @@ MUTANTS = {
         "T-39", "the timeout of a send starts again with every rank", sends_with_a_timeout_for_each_rank
     ),
     "ignores the timeout of receive": Mutant(
-        "T-20", "receive waits as long as the group's timeout", receiver=timed("receive", lambda timeout_s: 30.0)
+        "T-20", "`receive` waits as long as the group's timeout", receiver=timed("receive", lambda timeout_s: 30.0)
     ),
     "0 ms is no timeout": Mutant(
         "T-21",
@@ -627,39 +639,51 @@ MUTANTS = {
         "ConnectionResetError propagates",
         answered("send", "closed", raising(ConnectionResetError("closed by peer"))),
     ),
-    "ignores the timeout of send": Mutant("T-23", "send keeps waiting", timed("send", lambda timeout_s: 30.0)),
+    "ignores the timeout of send": Mutant(
+        "T-23", "`send` waits as long as the group's timeout", timed("send", lambda timeout_s: 30.0)
+    ),
     "wrong error of a killed sender": Mutant(
         "T-24",
         "EOFError propagates",
         receiver=answered("receive", "closed", raising(EOFError("closed by peer"))),
     ),
-    "fills up with zeros": Mutant("T-25", "missing bytes are zero", receiver=answered("receive", "closed", big_zeros)),
+    "fills up with zeros": Mutant(
+        "T-25", "missing bytes are replaced with zeros", receiver=answered("receive", "closed", big_zeros)
+    ),
     "takes a part for the whole": Mutant(
         "T-25", "a send that times out counts as done", answered("send", "Timed out", lambda *_: None)
     ),
-    "counts ranks that left": Mutant("T-26", "a group is never smaller than the last", counts_ranks_that_left),
+    "counts ranks that left": Mutant("T-26", "a group is never smaller than the previous one", counts_ranks_that_left),
     "sends without a group": Mutant("T-27", "RuntimeError propagates", sends_without_a_group),
     "says nothing": Mutant(
         "T-28",
-        "the message is the library's own",
+        "the error message is that of the library",
         receiver=answered("receive", "Timed out", raising(TransferError("unhandled system error"))),
     ),
-    "sender joins on": Mutant("T-29", "abort does not reach a sender that joins", does_not_abort_during("join")),
-    "receiver joins on": Mutant(
-        "T-30", "abort does not reach a receiver that joins", receiver=does_not_abort_during("join")
+    "sender joins on": Mutant(
+        "T-29", "`abort` does not end a pending join of the sender", does_not_abort_during("join")
     ),
-    "receives on": Mutant("T-31", "abort does not reach a pending receive", receiver=does_not_abort_during("receive")),
-    "sends on": Mutant("T-32", "abort does not reach a pending send", does_not_abort_during("send")),
-    "stays abandoned": Mutant("T-33", "join fails after an aborted join", stays_given_up),
-    "sends a stale bucket": Mutant("T-33", "the next group begins with what could not be sent", sends_a_stale_bucket),
+    "receiver joins on": Mutant(
+        "T-30", "`abort` does not end a pending join of a receiver", receiver=does_not_abort_during("join")
+    ),
+    "receives on": Mutant("T-31", "`abort` does not end a pending receive", receiver=does_not_abort_during("receive")),
+    "sends on": Mutant("T-32", "`abort` does not end a pending send", does_not_abort_during("send")),
+    "stays abandoned": Mutant("T-33", "`join` fails after an aborted join", stays_given_up),
+    "sends a stale bucket": Mutant(
+        "T-33", "the next group sends the bucket that the previous group could not send", sends_a_stale_bucket
+    ),
     "aborts once": Mutant("T-34", "the second abort raises", receiver=aborts_once),
     "leaves a listener": Mutant("T-35", "a socket is never closed", leaves_a_listener),
-    "keeps the old group": Mutant("T-35", "specs leaves the previous group open", keeps_the_old_group),
+    "keeps the old group": Mutant("T-35", "`specs` leaves the previous group open", keeps_the_old_group),
     "leaves a descriptor": Mutant(
-        "T-35", "a descriptor of each group stays open", leaves_in_each_group(lambda: os.open(os.devnull, os.O_RDONLY))
+        "T-35",
+        "a file descriptor of each group stays open",
+        leaves_in_each_group(lambda: os.open(os.devnull, os.O_RDONLY)),
     ),
     "leaves a file": Mutant(
-        "T-35", "a file of each group stays", leaves_in_each_group(lambda: os.close(tempfile.mkstemp()[0]))
+        "T-35",
+        "a temporary file of each group is not removed",
+        leaves_in_each_group(lambda: os.close(tempfile.mkstemp()[0])),
     ),
     "joins nothing": Mutant(
         "T-36", "a missing store counts as a formed group", receiver=answered("join", "weight group", lambda: None)

@@ -212,8 +212,12 @@ MUTANTS = (
         "frozen tensors cleared", "U-15", "Tensors that are not sent are zero after the update.", clears_frozen_tensors
     ),
     Mutant("LoRAs added up", "U-64", "A LoRA is added to the previous one.", adds_up_loras),
-    Mutant("scale left out", "U-64", "The product of a LoRA is added without its scale.", leaves_out_the_scale),
-    Mutant("misfitting LoRAs accepted", "U-65", "A LoRA is not compared with the model.", refuses_no_lora),
+    Mutant(
+        "scale left out", "U-64", "The product of a LoRA's matrices is added without its scale.", leaves_out_the_scale
+    ),
+    Mutant(
+        "misfitting LoRAs accepted", "U-65", "A LoRA is loaded without a check that it fits the model.", refuses_no_lora
+    ),
     Mutant("missing counted as frozen", "U-15", "Tensors that are not sent count as frozen.", freezes_what_is_missing),
     Mutant(
         "bfloat16 taken for float16",
@@ -223,10 +227,13 @@ MUTANTS = (
     ),
     Mutant("float8 without scales", "U-17", "The scales of float8 are ignored.", without_scales),
     Mutant(
-        "deltas passed over", "U-18", "A delta is acknowledged, and its base is loaded.", decoding(passes_over_deltas)
+        "deltas passed over",
+        "U-18",
+        "A delta is acknowledged, but its unchanged base is loaded.",
+        decoding(passes_over_deltas),
     ),
-    Mutant("aborted delta stays", "U-18", "An aborted delta stays in its base.", decoding(leaves_aborted_deltas)),
-    Mutant("any base accepted", "U-19", "A delta is applied to whatever was kept.", takes_any_base),
+    Mutant("aborted delta stays", "U-18", "An aborted delta remains in its base.", decoding(leaves_aborted_deltas)),
+    Mutant("any base accepted", "U-19", "A delta is applied to whatever base the endpoint has kept.", takes_any_base),
     Mutant(
         "served from the store",
         "U-60",
@@ -236,7 +243,7 @@ MUTANTS = (
     Mutant(
         "served from the trainer",
         "U-63",
-        "The model computes with memory of the trainer's device that the sender reuses.",
+        "The model computes with memory on the trainer's device that the sender reuses.",
         served_from_the_trainer,
         over_ipc=True,
     ),
@@ -244,8 +251,13 @@ MUTANTS = (
     Mutant(
         "first update only",
         "U-61",
-        "The first update of each group is read again and again.",
+        "Every later update of a group reads the first update again.",
         receiving(always_the_first_update),
     ),
-    Mutant("token left out", "U-62", "The files that http serves are requested with another token.", without_the_token),
+    Mutant(
+        "token left out",
+        "U-62",
+        "The files of the transport `http` are requested with a wrong token.",
+        without_the_token,
+    ),
 )

@@ -209,20 +209,29 @@ _KEYS: dict[str, tuple[str, Callable[[tuple[int, ...], int, int], object]]] = {
     "blocks keyed alone": ("its own tokens and its position", lambda ids, a, b: (ids[a:b], a)),
     "blocks keyed without positions": ("its own tokens", lambda ids, a, b: ids[a:b]),
     "blocks keyed by their predecessor": (
-        "its own tokens and those of the block before",
+        "its own tokens and those of the previous block",
         lambda ids, a, b: (a, ids[max(0, 2 * a - b) : b]),
     ),
-    "blocks keyed in any order": ("its tokens up to their order", lambda ids, a, b: (ids[:a], frozenset(ids[a:b]))),
+    "blocks keyed in any order": (
+        "all tokens before it and its own tokens in any order",
+        lambda ids, a, b: (ids[:a], frozenset(ids[a:b])),
+    ),
     "blocks keyed by half": (
         "all tokens before it and the first half of its own",
         lambda ids, a, b: ids[: (a + b) // 2],
     ),
     "blocks keyed by their ends": (
-        "all tokens before it, its first and its last",
+        "all tokens before it and its own first and last",
         lambda ids, a, b: (ids[: a + 1], ids[b - 1]),
     ),
-    "blocks keyed without the first token": ("the tokens from the second one on", lambda ids, a, b: (a, ids[1:b])),
-    "blocks keyed without the last token": ("the tokens up to its last but one", lambda ids, a, b: ids[: b - 1]),
+    "blocks keyed without the first token": (
+        "all tokens up to its end except the first of the prompt",
+        lambda ids, a, b: (a, ids[1:b]),
+    ),
+    "blocks keyed without the last token": (
+        "all tokens up to its end except its own last",
+        lambda ids, a, b: ids[: b - 1],
+    ),
 }
 
 MUTANTS = (
@@ -239,19 +248,19 @@ MUTANTS = (
     Mutant(
         "completions continued too far",
         "E-87",
-        "A prompt that continues a completion reuses the last token, which was never computed.",
+        "A prompt that continues a completion also reuses its last token, whose keys and values were never computed.",
         continuing_completions(1),
     ),
     Mutant(
         "stale completions continued",
         "U-30",
-        "A prompt that continues a completion of older weights gets their keys and values.",
+        "A prompt that continues a completion reuses its keys and values, although older weights computed them.",
         continuing_completions(1, is_dropped=False),
     ),
     Mutant(
         "stale prefix cache",
         "U-30",
-        "A prompt that was seen under older weights gets their keys and values.",
+        "A repeated prompt reuses its keys and values, although older weights computed them.",
         stale_prefix_cache(1),
     ),
     Mutant(
@@ -263,7 +272,7 @@ MUTANTS = (
     Mutant(
         "recomputed under keep",
         "U-32",
-        "Under keep, the keys and values of running requests are computed again.",
+        "Under keep, the keys and values of running requests are recomputed.",
         swapped_policy(InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE),
     ),
     Mutant(
@@ -275,25 +284,25 @@ MUTANTS = (
     Mutant(
         "cached while held",
         "U-34",
-        "Cached prompts are dropped only if no running request holds them.",
+        "Cached prompts are dropped only if no running request uses them.",
         dropped_unless_held,
     ),
     Mutant(
         "four recomputed",
         "U-35",
-        "Under recompute, the first four running requests are computed again, the others kept.",
+        "Under recompute, only the keys and values of the first four running requests are recomputed.",
         recomputing_four,
     ),
     Mutant(
         "chunks kept",
         "U-35",
-        "Under recompute, the part of a prompt that was prefilled before the update is kept.",
+        "Under recompute, keys and values that were prefilled for part of a prompt before the update are kept.",
         keeping_chunks,
     ),
     Mutant(
         "random numbers again",
         "U-36",
-        "Under recompute, the generators of running requests are recreated.",
+        "Under recompute, the random generators of running requests are recreated.",
         restarting_numbers,
     ),
 )

@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant(
         "key of the client",
         "U-26",
-        "Cached prefixes have a key that each client derives from its own updates; under keep nothing else drops them.",
+        "Under keep, cached prefixes are identified only by a key that each client derives from its own updates.",
         key_of_the_client,
     ),
 )

@@ -140,18 +140,23 @@ async def reports_paused_to_the_end(endpoint: EmbeddedEndpoint, own: Any) -> Wei
 
 
 MUTANTS = (
-    Mutant("hang on pause", "E-30", "request_weight_update under keep never returns.", hangs_on_a_pause),
+    Mutant("hang on pause", "E-30", "`request_weight_update` under keep never returns.", hangs_on_a_pause),
     Mutant(
         "sampling continues after pause",
         "E-30",
-        "A pause by keep is acknowledged, and sampling continues.",
+        "A pause under keep is acknowledged, but sampling continues.",
         pausing(never_stops),
     ),
-    Mutant("stops late", "E-31", "A pause by recompute stops sampling 0.7 s after its answer.", pausing(stops_late)),
+    Mutant(
+        "stops late",
+        "E-31",
+        "A pause under recompute stops sampling 0.7 s after it was acknowledged.",
+        pausing(stops_late),
+    ),
     Mutant(
         "paused requests aborted under keep",
         "E-32",
-        "A pause by keep ends running requests.",
+        "A pause under keep ends running requests.",
         pausing(pauses_as(InFlightPolicy.KEEP, InFlightPolicy.ABORT)),
     ),
     Mutant("newcomers refused", "E-33", "Requests that arrive during a pause are refused.", refuses_newcomers),
@@ -170,10 +175,10 @@ MUTANTS = (
     Mutant(
         "abort that pauses",
         "E-36",
-        "A pause by abort pauses running requests.",
+        "A pause under abort pauses running requests instead of ending them.",
         pausing(pauses_as(InFlightPolicy.ABORT, InFlightPolicy.KEEP)),
     ),
-    Mutant("double pause accepted", "E-37", "A second update takes the place of the open one.", accepts_a_second_pause),
+    Mutant("double pause accepted", "E-37", "A second update replaces the open one.", accepts_a_second_pause),
     Mutant("commit of nothing", "E-38", "A commit without an update returns the served version.", commits_nothing),
     Mutant("early commit ends the update", "E-39", "A refused commit ends the update.", ended_by_an_early_commit),
     Mutant(
@@ -181,9 +186,7 @@ MUTANTS = (
     ),
     Mutant("foreign run accepted", "E-41", "Any run may use a group that another run formed.", accepts_any_run),
     Mutant("abort of whatever is open", "E-42", "An abort ignores the version.", aborts_whatever_is_open),
-    Mutant(
-        "no lease", "E-43", "A pause lasts until something ends it.", announcing(lambda update: {"lease_s": 3600.0})
-    ),
+    Mutant("no lease", "E-43", "A pause never expires.", announcing(lambda update: {"lease_s": 3600.0})),
     Mutant(
         "lease never renewed",
         "E-43",

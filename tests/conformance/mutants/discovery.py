@@ -106,13 +106,15 @@ MUTANTS = (
     Mutant(
         "capabilities change",
         "E-01",
-        "max_concurrent_sequences is the number of free slots.",
+        "`max_concurrent_sequences` reports the number of free slots.",
         reports_free_slots,
     ),
     Mutant("vocabulary too wide", "E-02", "The padded size of the vocabulary is reported.", wider_vocabulary),
     Mutant("vocabulary too narrow", "E-02", "Added tokens are not counted in vocab_size.", narrower_vocabulary),
-    Mutant("context too long", "E-03", "max_model_len counts a token that does not fit.", longer_context),
-    Mutant("context too short", "E-03", "One more token than max_model_len is served.", shorter_context),
+    Mutant("context too long", "E-03", "`max_model_len` is one token larger than the context.", longer_context),
+    Mutant(
+        "context too short", "E-03", "The engine accepts one token more than `max_model_len` allows.", shorter_context
+    ),
     Mutant(
         "unsupported policies accepted",
         "E-04",
@@ -144,20 +146,20 @@ MUTANTS = (
     Mutant(
         "requests counted as sequences",
         "E-07",
-        "num_running counts requests, whatever their n.",
+        "`num_running` counts requests, regardless of their `n`.",
         reporting(lambda endpoint, _: len(endpoint._engine.scheduler.requests)),
     ),
     Mutant(
         "never at rest",
         "E-07",
-        "num_running is the largest number of sequences that ever ran.",
+        "`num_running` reports the largest number of sequences that ever ran.",
         reporting(ever_running()),
     ),
     Mutant("refuses when full", "E-08", "A request that cannot run at once is refused.", refuses_when_full),
     Mutant(
         "runs more than reported",
         "E-08",
-        "Fewer concurrent sequences are reported than run.",
+        "`max_concurrent_sequences` is smaller than the number of sequences that run.",
         with_capabilities(max_concurrent_sequences=16),
     ),
     Mutant(

@@ -89,13 +89,13 @@ MUTANTS = (
     Mutant(
         "drawn again after a rejection",
         "E-70",
-        "After a rejection a token is drawn from the whole distribution, which may be the rejected one.",
+        "After a rejection, the token is drawn from the whole distribution, so it may be the rejected one.",
         drawing_again_after_a_rejection,
     ),
     Mutant(
         "drafts of the engine counted",
         "E-71",
-        "A completion counts all drafted tokens that the engine has accepted.",
+        "A completion reports all drafted tokens that the engine has accepted, not only its own.",
         counting_those_of_the_engine,
     ),
 )

@@ -196,13 +196,13 @@ MUTANTS = (
     Mutant(
         "stop strings found in prompts",
         "E-20",
-        "The text of the prompt is searched for stop strings too.",
+        "The text of the prompt is also searched for stop strings.",
         searching(lambda sequence, decode: decode(sequence.all_ids())),
     ),
     Mutant(
         "stop strings begin in prompts",
         "E-20",
-        "A stop string is found that begins with the prompt's last token.",
+        "A stop string is found even if it begins in the prompt's last token.",
         searching(lambda s, decode: decode([*s.request.prompt_token_ids[-1:], *s.token_ids])),
     ),
     Mutant(
@@ -226,13 +226,13 @@ MUTANTS = (
     Mutant(
         "last stop token ignored",
         "E-19",
-        "Of several stop tokens, all but the first are ignored.",
+        "All stop tokens but the first are ignored.",
         sampling_with(lambda s: {"stop_token_ids": s.stop_token_ids[:1]}),
     ),
     Mutant(
         "ignore_eos ignores stop tokens",
         "E-21",
-        "With ignore_eos, an end-of-sequence token in stop_token_ids is ignored.",
+        "With `ignore_eos`, an end-of-sequence token in `stop_token_ids` is ignored.",
         sampling_with(
             lambda s: {"stop_token_ids": tuple(i for i in s.stop_token_ids if i != 257)} if s.ignore_eos else {}
         ),
@@ -260,7 +260,7 @@ MUTANTS = (
     Mutant(
         "positions end early",
         "E-03",
-        "The last eight positions of the context are one position.",
+        "The last eight positions of the context share one position.",
         with_positions(lambda positions, longest: positions.clamp(max=longest - 8)),
     ),
     Mutant(
@@ -272,7 +272,7 @@ MUTANTS = (
     Mutant(
         "filters when greedy",
         "E-16",
-        "At temperature 0, logprobs are of the filtered distribution.",
+        "At temperature 0, logprobs are those of the filtered distribution.",
         drawing(filtered_when_greedy),
     ),
     Mutant(
@@ -292,7 +292,7 @@ MUTANTS = (
     Mutant(
         "logits capped",
         "U-74",
-        "Logits are capped softly at 50.",
+        "Logits are soft-capped at 50.",
         with_logits(lambda logits: 50 * (logits / 50).tanh()),
     ),
     Mutant(
@@ -304,14 +304,14 @@ MUTANTS = (
     Mutant(
         "divided logits clamped",
         "U-74",
-        "Logits are clamped at 80 once they are divided by the temperature.",
+        "Logits are clamped at 80 after they are divided by the temperature.",
         drawing(clamped_once_divided),
     ),
     Mutant(
         "small logits left out",
         "U-74",
-        "Logits more than 60 below the largest count as 60 below it.",
+        "Logits more than 60 below the largest are treated as 60 below it.",
         with_logits(lambda logits: logits.maximum(logits.amax(-1, keepdim=True) - 60)),
     ),
-    Mutant("attention capped", "U-74", "Queries are clamped, which bounds the scores of attention.", attention_capped),
+    Mutant("attention capped", "U-74", "Queries are clamped, which bounds attention scores.", attention_capped),
 )

@@ -288,7 +288,7 @@ MUTANTS = (
     Mutant(
         "lease lost with the store",
         "U-42",
-        "A pause does not end if the group's store has ended.",
+        "A pause never expires if the group's store no longer exists.",
         with_a_lease_that(store_is_there),
     ),
     Mutant("waits for the dead", "U-43", "The endpoint waits for a sender that has died.", waits_for_the_dead),
@@ -298,7 +298,12 @@ MUTANTS = (
     Mutant(
         "bucket twice", "U-45", "A bucket that was already requested is acknowledged again.", accepts_a_bucket_twice
     ),
-    Mutant("buckets in any order", "U-46", "A bucket that is not next is acknowledged.", accepts_buckets_in_any_order),
+    Mutant(
+        "buckets in any order",
+        "U-46",
+        "A bucket is acknowledged although it is not the next one.",
+        accepts_buckets_in_any_order,
+    ),
     Mutant("commit during a drain", "U-46", "A commit does not wait for the pause.", commits_during_a_drain),
     Mutant("no group during an update", "U-47", "No group can be formed while an update is open.", refuses_a_group),
     Mutant(
@@ -319,19 +324,22 @@ MUTANTS = (
     Mutant(
         "lease lost in sleep",
         "U-52",
-        "A lease is dropped if the process was stopped.",
+        "After the process has been stopped and continued, a lease never expires.",
         with_a_lease_that(lambda _, passed_s: passed_s < 0.8),
         over_http=True,
     ),
     Mutant(
         "early under load",
         "U-53",
-        "A pause is acknowledged half a second early while many requests run.",
+        "While many requests run, a pause is acknowledged half a second early.",
         pausing(acknowledged_under_load),
     ),
     Mutant("check, then act", "U-54", "Two concurrent updates both find no open update.", looks_and_then_takes),
     Mutant(
-        "outdated answer", "U-55", "An abort returns the version that it read first.", returns_the_first_version_read
+        "outdated answer",
+        "U-55",
+        "An abort returns the version that was served before the abort took effect.",
+        returns_the_first_version_read,
     ),
     Mutant("tired of pauses", "U-56", "The thirteenth pause ends running requests.", tires_of_pauses),
     Mutant("deaf while paused", "U-57", "Requests cannot be cancelled during a pause.", deaf_while_paused),
@@ -339,14 +347,19 @@ MUTANTS = (
     Mutant(
         "requests left waiting",
         "U-37",
-        "When an apply fails, running requests are left waiting.",
+        "When loading weights fails, running requests never end.",
         leaves_requests_waiting,
     ),
     Mutant(
         "poisoned in name only",
         "U-37",
-        "When an apply fails, the endpoint continues generating.",
+        "When loading weights fails, the endpoint continues to generate.",
         poisoned_in_name_only,
     ),
-    Mutant("healed by an abort", "U-37", "The abort of a later update makes torn weights READY.", healed_by_an_abort),
+    Mutant(
+        "healed by an abort",
+        "U-37",
+        "The abort of a later update makes an endpoint with torn weights READY.",
+        healed_by_an_abort,
+    ),
 )

@@ -90,26 +90,30 @@ MUTANTS = (
     Mutant(
         "beginning of the token",
         "E-50",
-        "Whatever begins with the token opens the control routes.",
+        "Control routes accept any string that begins with the token.",
         serving_with(check_token=checks_the_beginning),
         over_http=True,
     ),
     Mutant(
         "one at a time",
         "E-51",
-        "Bodies are read one after another.",
+        "Request bodies are read one at a time.",
         serving_with(content_of=reads_one_at_a_time()),
         over_http=True,
     ),
     Mutant(
         "any key",
         "E-52",
-        "Unknown keys of a body are ignored.",
+        "Unknown keys in a request body are ignored.",
         serving_with(_message=message_with_any_key),
         over_http=True,
     ),
     Mutant(
-        "any length", "E-53", "Bodies are not bounded.", serving_with(content_of=reads_everything()), over_http=True
+        "any length",
+        "E-53",
+        "The size of request bodies is not limited.",
+        serving_with(content_of=reads_everything()),
+        over_http=True,
     ),
     Mutant(
         "serves a client that left",
@@ -121,14 +125,14 @@ MUTANTS = (
     Mutant(
         "bare refusal",
         "E-55",
-        "An unknown route answers plain text.",
+        "The response to an unknown route is plain text.",
         serving_with(_answer_refusal=refuses_barely),
         over_http=True,
     ),
     Mutant(
         "unhealthy while paused",
         "E-56",
-        "/health answers 503 during a pause.",
+        "/health returns 503 during a pause.",
         serving_with(_json=unhealthy_while_paused()),
         over_http=True,
     ),

@@ -64,20 +64,20 @@ MUTANTS = (
     Mutant(
         "images cached by tokens",
         "E-75",
-        "A prompt gets the images of an earlier one with the same tokens.",
+        "A prompt gets the images of an earlier prompt with the same tokens.",
         caching_by_tokens,
     ),
     Mutant("images in another order", "E-75", "The last image fills the first placeholders.", in_another_order),
     Mutant(
         "unsupported images ignored",
         "E-72",
-        "Without a vision tower, a prompt with images is sampled as text.",
+        "A model without a vision tower treats a prompt with images as text.",
         ignoring_unsupported,
     ),
     Mutant(
         "images written unchecked",
         "E-73",
-        "Features are written where the request specifies, whatever tokens are at that position.",
+        "Image features are written to the positions that the request specifies, whatever tokens are there.",
         without_looking,
     ),
     Mutant("vision tower left out", "E-74", "Updates do not load the vision tower.", leaving_the_tower),

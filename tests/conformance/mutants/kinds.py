@@ -195,7 +195,7 @@ MUTANTS = (
         Mutant(
             f"{word} recomputes nothing",
             "U-26",
-            f"Under recompute, updates that are {word} leave the keys and values of running requests as they are.",
+            f"Under recompute, {word} updates leave the keys and values of running requests unchanged.",
             otherwise_under(RECOMPUTE, which),
         )
         for word, which in _WORDS
@@ -204,7 +204,7 @@ MUTANTS = (
         Mutant(
             f"{word} recomputes under keep",
             "U-26",
-            f"Under keep, updates that are {word} compute the keys and values of running requests again.",
+            f"Under keep, {word} updates recompute the keys and values of running requests.",
             otherwise_under(KEEP, which),
         )
         for word, which in _WORDS[1:4]
@@ -213,7 +213,7 @@ MUTANTS = (
         Mutant(
             f"prefixes outlive {word}",
             "U-30",
-            f"Updates that are {word} drop no cached prompt.",
+            f"{word} updates drop no cached prompts.",
             prefixes_kept_after(which),
         )
         for word, which in _WORDS
@@ -233,7 +233,7 @@ MUTANTS = (
     Mutant(
         "LoRA kept by updates in part",
         "U-30",
-        "An update in part leaves a LoRA in the tensors that it does not send.",
+        "A partial update leaves a LoRA in the tensors that it does not send.",
         lora_kept_by_updates_in_part,
     ),
     Mutant(
@@ -242,32 +242,32 @@ MUTANTS = (
     Mutant(
         "base lost by a release",
         "E-66",
-        "After a release the next LoRA is added to weights that have a LoRA.",
+        "After a release, the next LoRA is added to weights that already contain a LoRA.",
         base_lost_by_release,
     ),
     Mutant("rank-stabilised scale ignored", "U-30", "Every LoRA has the scale alpha / rank.", plain_scale),
     Mutant(
         "pages lost by a release",
         "E-66",
-        "Cached prompts are used after a release, which has overwritten them.",
+        "Cached prompts are used after a release of memory has overwritten them.",
         pages_lost_by_release,
     ),
     Mutant(
         "finished under the new version",
         "U-26",
-        "Keys and values of completions that ran through an update are shared once they have finished.",
+        "The keys and values of completions that span an update are shared after they have finished.",
         finished_under_the_new_version,
     ),
     Mutant(
         "aborted tensors come later",
         "U-48",
-        "Tensors of an aborted update are loaded with the next one that does not send them.",
+        "Tensors of an aborted update are loaded with the next update that omits them.",
         aborted_tensors_come_later,
     ),
     Mutant(
         "aborted LoRA becomes the base",
         "U-48",
-        "A LoRA that arrived and was aborted is part of the weights that the next one is added to.",
+        "An aborted LoRA stays in the weights to which the next LoRA is added.",
         aborted_lora_becomes_the_base,
     ),
 )

@@ -31,6 +31,6 @@ def wears_away(endpoint: EmbeddedEndpoint, load: Any, tensors: Any, *others: Any
 
 
 MUTANTS = (
-    Mutant("positions shift", "E-60", "Positions from 64 on are one too large.", positions_shift),
+    Mutant("positions shift", "E-60", "Positions of 64 and above are one too large.", positions_shift),
     Mutant("wears away", "E-61", "Every update scales the head a little more.", wears_away),
 )

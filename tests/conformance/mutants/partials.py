@@ -161,7 +161,7 @@ MUTANTS = (
     Mutant(
         "continues with old keys",
         "E-67",
-        "Keys and values of requests that are aborted are kept, and used again under any weights.",
+        "The keys and values of aborted requests are kept and reused under any weights.",
         continues_with_old_keys,
     ),
     Mutant(
@@ -178,9 +178,14 @@ MUTANTS = (
     ),
     Mutant("abort ignored", "E-69", "A request that is aborted continues to its end.", ignored),
     Mutant("abort of everything", "E-69", "Every request ends when one is aborted.", everything_ends),
-    Mutant("abort by the beginning", "E-69", "Ids that begin with the given one end too.", by_the_beginning),
+    Mutant(
+        "abort by the beginning",
+        "E-69",
+        "Requests whose ids begin with the given id are aborted too.",
+        by_the_beginning,
+    ),
     Mutant("abort refused", "E-69", "An abort that names an id that is not running is refused.", strict_about_ids),
-    Mutant("waiting not aborted", "E-69", "Completions that wait are not aborted.", those_that_wait_stay),
+    Mutant("waiting not aborted", "E-69", "Waiting completions are not aborted.", those_that_wait_stay),
     Mutant(
         "answered and sampled on",
         "E-69",

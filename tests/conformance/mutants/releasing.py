@@ -48,7 +48,7 @@ def comes_back_with_the_checkpoint(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoi
 
 
 MUTANTS = (
-    Mutant("release ends requests", "E-64", "A release ends the requests that run.", ends_requests),
+    Mutant("release ends requests", "E-64", "A release of memory ends running requests.", ends_requests),
     Mutant(
         "unsupported release",
         "E-64",

@@ -47,14 +47,19 @@ MUTANTS = (
     Mutant(
         "experts of a neighbour",
         "E-80",
-        "Each token has the experts of the token before it in the step.",
+        "Each token is reported with the experts of the token before it in the step.",
         of_a_neighbour,
     ),
-    Mutant("experts without the prompt", "E-80", "Rows begin at the first sampled token.", without_the_prompt),
+    Mutant(
+        "experts without the prompt",
+        "E-80",
+        "The reported experts begin at the first sampled token, without the prompt.",
+        without_the_prompt,
+    ),
     Mutant(
         "unsupported experts ignored",
         "E-81",
-        "Without a mixture of experts, a request for experts is answered without.",
+        "A model without experts answers a request for routed experts instead of refusing it.",
         ignoring_unsupported,
     ),
 )

@@ -78,14 +78,14 @@ MUTANTS = (
     Mutant(
         "scores one token late",
         "E-82",
-        "A token is scored after itself.",
+        "A token is scored from a hidden state that already includes the token.",
         scoring(lambda _, hidden: hidden.roll(-1, 0)),
     ),
     Mutant("scores with a temperature", "E-82", "Logits are divided by 0.7.", scoring(lambda _, hidden: hidden / 0.7)),
     Mutant(
         "likeliest tokens out of order",
         "E-82",
-        "The likeliest tokens are listed from the least likely on.",
+        "The likeliest tokens are listed in ascending order of probability.",
         answering_scores(
             lambda _, response: {
                 "top_token_ids": tuple(row[::-1] for row in response.top_token_ids),
@@ -96,15 +96,25 @@ MUTANTS = (
     Mutant(
         "candidates of the first token",
         "E-82",
-        "The candidates of every token are scored in the place of the first one.",
+        "The candidates of every position get the scores of the first position.",
         answering_scores(
             lambda request, response: {
                 "candidate_logprobs": response.candidate_logprobs[:1] * len(response.candidate_logprobs)
             }
         ),
     ),
-    Mutant("scores kept across updates", "E-83", "The answer for equal tokens is kept.", remembering),
-    Mutant("scores labelled on arrival", "E-84", "The version is read before the forward.", labelled_on_arrival),
+    Mutant(
+        "scores kept across updates",
+        "E-83",
+        "Scores are cached by tokens and returned again after an update.",
+        remembering,
+    ),
+    Mutant("scores labelled on arrival", "E-84", "The version is read before the forward pass.", labelled_on_arrival),
     Mutant("scores of a part", "E-85", "Tokens beyond the context are dropped.", truncating_scores),
-    Mutant("scores that are not reported", "E-86", "Scoring is not reported.", with_capabilities(scoring=False)),
+    Mutant(
+        "scores that are not reported",
+        "E-86",
+        "Scoring is supported, but not reported as a capability.",
+        with_capabilities(scoring=False),
+    ),
 )

@@ -123,22 +123,25 @@ MUTANTS = (
         "The end of a staged update ends running requests.",
         ends_requests_with_a_staged_update,
     ),
-    Mutant(
-        "staged update without a lease", "E-46", "A staged update stays open until something ends it.", stages_for_ever
-    ),
+    Mutant("staged update without a lease", "E-46", "A staged update never expires.", stages_for_ever),
     Mutant(
         "repeated request refused",
         "E-47",
-        "An update that is announced again is refused because it is open.",
+        "A repeated request for an update is refused because the update is already open.",
         asking("is_open", lambda _: False),
     ),
     Mutant(
         "repeated commit refused",
         "E-47",
-        "A commit that is repeated is refused because nothing is open.",
+        "A repeated commit is refused because no update is open.",
         asking("is_served", lambda _: False),
     ),
-    Mutant("repeated bucket awaited", "E-47", "A bucket that has arrived is awaited again.", receives_again),
+    Mutant(
+        "repeated bucket awaited",
+        "E-47",
+        "If the call for a bucket that has arrived is repeated, the endpoint waits for the bucket again.",
+        receives_again,
+    ),
     Mutant("forgets ended sessions", "E-48", "An aborted session may be requested again.", forgets_ended_sessions),
     Mutant(
         "late abort ends another session",
@@ -147,7 +150,10 @@ MUTANTS = (
         identifies_sessions_by_version,
     ),
     Mutant(
-        "any incarnation accepted", "E-49", "The last caller owns the run, whatever its incarnation.", any_incarnation
+        "any incarnation accepted",
+        "E-49",
+        "The last caller owns the run, regardless of its incarnation.",
+        any_incarnation,
     ),
     Mutant(
         "fenced too late",

@@ -210,20 +210,25 @@ MUTANTS = (
     Mutant(
         "equal slices exchanged",
         "U-66",
-        "Parts of the same shape are put in each other's places once they were compared.",
+        "Parts of the same shape are swapped after their checksums have been compared.",
         replacing(views_of=equal_slices_exchanged),
     ),
-    Mutant("columns put as rows", "U-66", "A part of columns is put as if it were rows.", replacing(views_of=as_rows)),
+    Mutant(
+        "columns put as rows",
+        "U-66",
+        "A part that consists of columns is written as if it consisted of rows.",
+        replacing(views_of=as_rows),
+    ),
     Mutant(
         "checksum without places",
         "U-66",
-        "The checksum of a part is that of its bytes alone.",
+        "The checksum of a part covers its bytes, but not their positions.",
         replacing(places_of=lambda *_: b""),
     ),
     Mutant(
         "wrong base of one part",
         "U-67",
-        "Deltas of the second sender are applied to the first base that there was.",
+        "Deltas of the second sender are always applied to its first base.",
         first_base_of_the_second_sender(),
     ),
     Mutant(
@@ -235,13 +240,13 @@ MUTANTS = (
     Mutant(
         "committed without a part",
         "U-68",
-        "A bucket counts as arrived without the parts that are late.",
+        "A bucket counts as complete although the last sender's part is late.",
         receiving(without_the_last),
     ),
     Mutant(
         "torn by a late part",
         "U-68",
-        "What has arrived of a bucket is served although a part is late.",
+        "A partly received bucket is served although a part is late.",
         receiving_parts(torn_by_a_late_part),
     ),
     Mutant("damaged parts overlooked", "U-69", "Checksums of parts are not compared.", changing_parts(uncompared)),
@@ -254,20 +259,20 @@ MUTANTS = (
     Mutant(
         "places of others accepted",
         "U-70",
-        "A checksum with the places of any sender is accepted.",
+        "A part's checksum may cover the positions of any sender's part.",
         replacing(places_of=places_of_all, checksum_as=checksum_at_any_place),
     ),
     Mutant(
         "slice twice accepted",
         "U-71",
-        "Tensors may be sent more than once.",
+        "A manifest may contain elements of a tensor more than once.",
         accepting_shardings(lambda num_sent, num_elements: num_sent > num_elements),
         over_http=True,
     ),
     Mutant(
         "missing slice accepted",
         "U-71",
-        "Tensors may be sent in part.",
+        "A manifest may omit elements of a tensor.",
         accepting_shardings(lambda num_sent, num_elements: num_sent < num_elements),
         over_http=True,
     ),
@@ -286,7 +291,7 @@ MUTANTS = (
     Mutant(
         "older session of one sender",
         "U-73",
-        "Parts of the second sender are always those of the first session.",
+        "The second sender's parts are always those of the first session.",
         receiving(late_sender_of_the_first_session),
     ),
 )

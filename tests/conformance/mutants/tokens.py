@@ -220,7 +220,7 @@ def stops_checked_rarely(endpoint: EmbeddedEndpoint, hit: Any, sequence: Any) ->
 
 
 MUTANTS = (
-    Mutant("ids retokenized", "E-10", "Prompts pass through text: they are decoded and encoded again.", retokenized),
+    Mutant("ids retokenized", "E-10", "Prompts are decoded to text and encoded again.", retokenized),
     Mutant(
         "first token added",
         "E-10",
@@ -271,7 +271,7 @@ MUTANTS = (
     Mutant(
         "stream outlives its reader",
         "E-25",
-        "A stream is sampled to its end after its reader has left.",
+        "A stream is sampled to its end even if its reader has disconnected.",
         stream_outlives_its_reader,
     ),
     Mutant(
@@ -284,7 +284,7 @@ MUTANTS = (
     Mutant(
         "rows of a large batch mixed up",
         "E-26",
-        "Beyond eight sequences, logprobs are those of a neighbour.",
+        "In a batch of more than eight sequences, logprobs are those of a neighbouring sequence.",
         drawing(rows_mixed_up),
     ),
     Mutant("answers mixed up", "E-26", "An answer carries the id of the latest request.", latest_request_id),
@@ -297,19 +297,19 @@ MUTANTS = (
     Mutant(
         "first stop token only",
         "E-19",
-        "Only the last of several stop tokens stops.",
+        "The first of several stop tokens is ignored.",
         sampling_with(lambda s: {"stop_token_ids": s.stop_token_ids[1:]}),
     ),
     Mutant(
         "stop string dropped",
         "E-20",
-        "The tokens of the stop string are cut with its text.",
+        "The tokens of the stop string are removed along with its text.",
         answering(lambda r, c: without_last(c, 2) if r.sampling.stop and c.finish_reason == "stop" else {}),
     ),
     Mutant(
         "stop strings looked for rarely",
         "E-20",
-        "Text is searched only after every eighth token.",
+        "Stop strings are searched for only after every eighth token.",
         stops_checked_rarely,
     ),
     Mutant(
@@ -321,7 +321,7 @@ MUTANTS = (
     Mutant(
         "end of sequence always ends",
         "E-21",
-        "ignore_eos is ignored.",
+        "`ignore_eos` is ignored.",
         sampling_with(lambda _: {"ignore_eos": False}),
     ),
     Mutant(
@@ -339,7 +339,7 @@ MUTANTS = (
     Mutant(
         "chat hides a prompt token",
         "E-23",
-        "prompt_token_ids lack the last id that was used.",
+        "`prompt_token_ids` lacks the last token of the prompt.",
         prompt_ids_of_chat_cut,
     ),
     Mutant("chat has defaults of its own", "E-23", "Chat requests are sampled with top-k 20.", chat_defaults),

@@ -84,17 +84,17 @@ MUTANTS = (
     Mutant(
         "last token labelled a step later",
         "U-20",
-        "Whether a completion has ended is found out in the next step, whose version its last token gets.",
+        "The end of a completion is detected one step late, and its last token gets that step's version.",
         ended_a_step_later,
     ),
     Mutant(
         "relabelled under recompute",
         "U-21",
-        "When keys and values are computed again, the tokens so far get the new version too.",
+        "When keys and values are recomputed, the tokens sampled so far also get the new version.",
         relabelled,
     ),
     Mutant("drain that pauses", "U-22", "Drain pauses running requests instead of finishing them.", drain_that_pauses),
     Mutant("aborted as new", "U-23", "The last tokens of an aborted request get the new version.", aborted_as_new),
     Mutant("stream of the first", "U-24", "A stream names its first version in every chunk.", stream_of_the_first),
-    Mutant("one behind", "U-25", "A completion of one version names the previous version.", one_behind),
+    Mutant("one behind", "U-25", "A completion that has a single version names the previous version.", one_behind),
 )

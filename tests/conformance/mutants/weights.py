@@ -130,8 +130,8 @@ def without(part: str) -> Callable[[Tensors], Tensors]:
 
 
 MUTANTS = (
-    Mutant("cast on the way", "U-01", "Received tensors go through bfloat16.", loading(in_half)),
-    Mutant("update not applied", "U-02", "The commit is acknowledged and nothing is loaded.", loading(lambda _: [])),
+    Mutant("cast on the way", "U-01", "Received tensors are rounded to bfloat16.", loading(in_half)),
+    Mutant("update not applied", "U-02", "The commit is acknowledged, but nothing is loaded.", loading(lambda _: [])),
     Mutant(
         "zeros taken for missing",
         "U-03",
@@ -140,8 +140,10 @@ MUTANTS = (
     ),
     Mutant("missing tensor accepted", "U-04", "A manifest without a tensor is accepted.", accepting(with_all)),
     Mutant("unknown tensor accepted", "U-05", "A tensor that the model lacks is accepted.", accepting(with_known)),
-    Mutant("misshapen tensor accepted", "U-06", "A tensor of another shape is accepted.", accepting(with_own("shape"))),
-    Mutant("wrong dtype accepted", "U-07", "A tensor of another dtype is accepted.", accepting(with_own("dtype"))),
+    Mutant(
+        "misshapen tensor accepted", "U-06", "A tensor with the wrong shape is accepted.", accepting(with_own("shape"))
+    ),
+    Mutant("wrong dtype accepted", "U-07", "A tensor with the wrong dtype is accepted.", accepting(with_own("dtype"))),
     Mutant("dropped lm_head", "U-08", "The head is left out of every update.", loading(without("lm_head"))),
     Mutant("tied head left old", "U-09", "The head keeps a copy of the embedding it started with.", tied_head_left_old),
     Mutant("last bucket only", "U-10", "Each bucket replaces what was staged before it.", last_bucket_only),
@@ -152,5 +154,5 @@ MUTANTS = (
         "A restarted endpoint serves the checkpoint that the first one was started from.",
         remembers_the_first_checkpoint,
     ),
-    Mutant("wears out", "U-13", "After a hundred updates, nothing is loaded anymore.", wears_out),
+    Mutant("wears out", "U-13", "After a hundred updates, the weights of further updates are not loaded.", wears_out),
 )
