@@ -78,7 +78,10 @@ BACKENDS = (
 
 def backends_table() -> str:
     """Return one row for each backend."""
-    lines = ["| backend | side | state | how to name it | certified | why not |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| backend | side | state | how to select it | certified | why it is not certified |",
+        "|---|---|---|---|---|---|",
+    ]
     for backend in BACKENDS:
         releases = certified_since(_certificates(backend.files)) if backend.files else {}
         named = _how(*backend.entry)

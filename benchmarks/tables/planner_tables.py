@@ -52,12 +52,13 @@ def planner_scale_table() -> str:
 def papers_table() -> str:
     """Return each paper's number and ours."""
     rows = kept("papers")["rows"]
-    lines = ["| paper | what | its number | here |", "|---|---|---|---|"]
+    lines = ["| paper | what is compared | its number | here |", "|---|---|---|---|"]
     for row in rows["pipelinerl"]:
         lines.append(
-            f"| PipelineRL | pipeline over phases of {row['phase']} steps, no token older than {row['phase'] - 1} in "
-            f"either; a token trains in {row['cost']} token times of a GPU | 1.4 to 1.6x | {_ratio(row['ratio'])}; "
-            f"{row['training']} of 32 GPUs train, {row['capacity']} running each; token age {row['token_age']:.1f} |"
+            f"| PipelineRL | speed-up of the pipeline over phases of {row['phase']} steps, with no token older than "
+            f"{row['phase'] - 1} steps in either; training on a token takes one GPU {row['cost']} times as long as "
+            f"a token step | 1.4 to 1.6x | {_ratio(row['ratio'])}; {row['training']} of 32 GPUs train, and each of the "
+            f"others runs {row['capacity']} completions; token age {row['token_age']:.1f} |"
         )
     lines += [
         f"| RhymeRL, HistoPipe | utilisation, {what} | {theirs} | {here} |"
@@ -65,18 +66,19 @@ def papers_table() -> str:
     ]
     lines += _streamrl_lines(rows["streamrl"])
     for row in rows["areal"]:
-        eta = row["eta"] if row["eta"] < 1000 else "unbounded"
+        eta = f"eta {row['eta']}" if row["eta"] < 1000 else "unbounded eta"
         theirs = "1.49 to 2.77x" if row["eta"] in (4, 8) else ""
         lines.append(
-            f"| AReaL | eta {eta} on a 75/25 split, relative to alternating phases on all GPUs; a token trains in "
-            f"{row['cost']} token times of a GPU | {theirs} | {_ratio(row['ratio'])}; "
+            f"| AReaL | speed-up at {eta}, with 75 % of the GPUs generating and 25 % training, over alternating "
+            f"phases on all GPUs; training on a token takes one GPU {row['cost']} times as long as a token step | "
+            f"{theirs} | {_ratio(row['ratio'])}; "
             f"token age {row['token_age']:.1f} |"
         )
     row = rows["llamarl"]
     lines.append(
-        f"| LlamaRL | stages on separate devices over both on every device, {row['num']:,} random cost curves and "
-        f"memories | at least 1; measured 2.52, 3.98 and 10.7x | never below **{row['smallest']:.2f}x**, median "
-        f"{row['median']:.2f}x; equal for {100 * row['equal_share']:.0f} % |"
+        f"| LlamaRL | speed-up of stages on separate devices over both stages on every device, for {row['num']:,} "
+        f"random cost curves and memory sizes | at least 1; measured 2.52, 3.98 and 10.7x | never below "
+        f"**{row['smallest']:.2f}x**, median {row['median']:.2f}x; equal for {100 * row['equal_share']:.0f} % |"
     )
     cpu_s = rows["cpu_s"]
     each = ", ".join(f"`{name}` {seconds:.0f} s" for name, seconds in cpu_s.items())
@@ -93,16 +95,16 @@ def _histopipe_rows(rows: dict[str, dict[str, Any]]) -> list[tuple[str, str, str
     num, fleet = plain["endpoints"], whole["endpoints"]
     return [
         (f"{num} sorted rank groups, one worker each", "0.26", f"**{plain['single']:.2f}**"),
-        ("the same in pairs of opposite order", "0.52", f"**{plain['pairs']:.2f}**"),
+        ("the same groups in pairs of opposite order", "0.52", f"**{plain['pairs']:.2f}**"),
         (f"whole workers, {fleet} for {num} rank groups", "0.72", f"**{whole['single']:.2f}**"),
         (
-            "the same in pairs, times of opposite groups added",
+            "the same whole workers in pairs of opposite order, with the times of opposite groups added",
             "0.92, spread 1.20",
             f"**{whole['pair_sums']:.2f}**, spread {whole['spread']:.2f}",
         ),
-        (f"the same in pairs, as the {fleet} workers run them", "", f"**{whole['pairs']:.2f}**"),
+        (f"the same pairs, as the {fleet} workers run them", "", f"**{whole['pairs']:.2f}**"),
         (f"cuts between completions (the default), on {cuts['endpoints']} workers", "", f"**{cuts['single']:.2f}**"),
-        ("the same in pairs", "", f"**{cuts['pairs']:.2f}**"),
+        ("the same cuts in pairs of opposite order", "", f"**{cuts['pairs']:.2f}**"),
     ]
 
 
@@ -113,17 +115,17 @@ def _streamrl_lines(rows: list[dict[str, Any]]) -> list[str]:
     }  # fmt: skip
     names = {
         "longest first": "longest first on each instance of a fixed division",
-        "oracle": "algorithm 2, true lengths",
-        "recall 87 %": "algorithm 2, {recall:.0%} recall, misses of any length",
-        "recall 87 %, errors in proportion": "algorithm 2, {recall:.0%} recall, log-normal errors",
-        "longest first over all instances": "longest first over all instances (`tail = 0`), true lengths",
-        "longest first over all instances, recall 87 %": "longest first over all instances, {recall:.0%} recall",
+        "oracle": "algorithm 2 with true lengths",
+        "recall 87 %": "algorithm 2 with {recall:.0%} recall, mispredicting completions of any length",
+        "recall 87 %, errors in proportion": "algorithm 2 with {recall:.0%} recall and log-normal errors",
+        "longest first over all instances": "longest first over all instances (`tail = 0`) with true lengths",
+        "longest first over all instances, recall 87 %": "longest first over all instances with {recall:.0%} recall",
         "least_loaded, without guesses": "`least_loaded`, without predictions",
-        "no instance below its knee": "bound: no instance ever below its knee",
+        "no instance below its knee": "bound: no instance ever runs fewer completions than its knee",
     }
     other = {(row["capacity"], row["name"]): row["ratio"]["mean"] for row in rows if row["instances"] == 16}
     return [
-        f"| StreamRL | {row['capacity']} running; {names[row['name']].format(recall=row['recall'])} | "
+        f"| StreamRL | {row['capacity']} running completions; {names[row['name']].format(recall=row['recall'])} | "
         f"{expected.get((row['capacity'], row['name']), '')} | {_ratio(row['ratio'])}; 16 instances "
         f"{other[row['capacity'], row['name']]:.2f}x |"
         for row in rows

@@ -10,8 +10,8 @@ from benchmarks.tables.kept import kept
 def replays_table() -> str:
     """Return one row for each replay of the run that was recorded with vLLM."""
     lines = [
-        "| trainer | ranks | first step that differs | gradient norm of step 1, of the last "
-        "| equal trainer logprobs of step 1 | their largest mean difference in a step | final weights |",
+        "| trainer | ranks | first step that differs | difference in gradient norm: step 1, last step "
+        "| equal trainer logprobs in step 1 | largest mean difference of logprobs in a step | final weights |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in kept("replay")["rows"]["replays"]:
@@ -35,7 +35,7 @@ def float64_table() -> str:
     """Return how far the gradient norm of the first step is from that in float64."""
     rows = kept("replay")["rows"]
     exact = rows["float64_gradient_norm"]
-    lines = ["| computed by | gradient norm of step 1 | relative to float64 |", "|---|---|---|"]
+    lines = ["| computed by | gradient norm of step 1 | relative difference from float64 |", "|---|---|---|"]
     lines.append(f"| `fsdp`, 1 rank, in float64 | {exact:.9g} | |")
     for row in rows["replays"]:
         norm, ranks = row["gradient_norms"][0], f"{row['num_ranks']} rank{'s' * (row['num_ranks'] > 1)}"
@@ -47,7 +47,7 @@ def sampled_table() -> str:
     """Return what sampling again on the same engine came to."""
     row = kept("replay")["rows"]["sampled"]
     lines = [
-        "| completions | with the recorded tokens | tokens | largest difference of a logprob |",
+        "| completions | of these, with identical tokens | tokens | largest difference of a logprob |",
         "|---|---|---|---|",
     ]
     lines.append(

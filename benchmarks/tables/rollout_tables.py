@@ -30,7 +30,7 @@ def drafts_table() -> str:
 def policies_table() -> str:
     """The quickstart under every policy, on the same seed."""
     lines = [
-        "| setting | reward of the first ten steps | of the last ten | mean lag | effective sample size |",
+        "| setting | reward, first ten steps | last ten | mean lag | effective sample size |",
         "|---|---|---|---|---|",
     ]
     for name, row in kept("policies")["rows"].items():
@@ -46,7 +46,7 @@ def rollouts_table() -> str:
     """Return each scheduler's trained tokens per time over the plain one's, in simulated time."""
     settings = ("conventional", "pipeline, max_lag 1")
     lines = [
-        "| scheduler | paper | its own claim | conventional: speed, slots in use | pipeline: speed, slots in use "
+        "| scheduler | paper | the paper's claim | conventional: speed, slots in use | pipeline: speed, slots in use "
         "| recall of the longest fifth | one decision |",
         "|---|---|---|---|---|---|---|",
     ]
@@ -67,33 +67,49 @@ def rollouts_table() -> str:
 def criteria_table() -> str:
     """Return what each seed paper is held to, what was measured here, and how to measure it again."""
     rows = [
-        ("PipelineRL", "at least three updates inside one generation, spans exact", _SPANS, _SPANS_BY),
-        ("", "effective sample size nearer to conventional G=1 than to G=8, at a largest lag of 8", _ess(), _BENCHMARK),
+        ("PipelineRL", "at least three updates during one generation, with exact spans", _SPANS, _SPANS_BY),
+        (
+            "",
+            "the effective sample size at a maximum lag of 8 is closer to that of conventional G=1 than to that of G=8",
+            _ess(),
+            _BENCHMARK,
+        ),
         (
             "",
             "1.3 to 1.6 times as fast as conventional RL at a lag of 8, simulated",
             _speeds(),
             _BENCHMARK,
         ),
-        ("", "a guard on the effective sample size, live", "it stops a run, or makes it wait", _GUARD_BY),
-        ("RhymeRL, HistoSpec", "lossless", "E-70, with chi-square and bit-equal greedy tokens", _LOSSLESS_BY),
+        ("", "a lower limit for the effective sample size, in live runs", "it stops a run or makes it wait", _GUARD_BY),
+        (
+            "RhymeRL, HistoSpec",
+            "drafts do not change the distribution",
+            "E-70 holds: chi-square tests pass, and greedy tokens are identical",
+            _LOSSLESS_BY,
+        ),
         ("", "more than two accepted tokens per verification from the third epoch on", _accepted(), _DRAFTS),
-        ("", "weights by reward at least as good as counts, or reported as no gain", _weighted(), _DRAFTS),
+        (
+            "",
+            "weighting the history by reward is at least as good as counting, or is reported as no gain",
+            _weighted(),
+            _DRAFTS,
+        ),
         (
             "RhymeRL, HistoPipe",
-            "endpoints busy at least 90 % of the time with linear pairs, below 55 % with pairs alone; lag at most 1",
-            "above 90 %, 45 to 55 %, lag at most 1",
+            "endpoints are busy at least 90 % of the time with linear rank groups in alternating order, and less than "
+            "55 % with alternating order alone; the lag is at most 1",
+            "above 90 %; 45 to 55 %; the lag is at most 1",
             "`test_histopipe_keeps_endpoints_busy_by_linear_rank_groups_in_alternating_order`",
         ),
         (
             "LlamaRL",
-            "stages on separate devices are never slower, and equal only where no batch could grow",
-            "holds for random cost curves and memories",
+            "stages on separate devices are never slower, and equally fast only if neither batch could grow",
+            "holds for random cost curves and memory sizes",
             "`test_stages_apart_are_never_slower_and_equal_only_where_neither_batch_could_grow`",
         ),
         (
             "",
-            "AIPO's cap keeps training at a lag of 8 stable",
+            "AIPO's cap keeps training stable at a lag of 8",
             _capped(),
             _BENCHMARK,
         ),
@@ -105,43 +121,63 @@ def criteria_table() -> str:
         ),
         (
             "AReaL",
-            "no token beyond eta, under random schedules and after a recovery",
+            "no token is older than eta, under random schedules and after a recovery",
             "holds",
             "`test_no_policy_trains_on_a_token_beyond_its_lag`, "
             "`test_the_gate_of_areal_admits_no_burst_after_a_recovery`",
         ),
-        ("", "at a lag of 8 naive PPO degrades and decoupled PPO does not", _areal(), _BENCHMARK),
-        ("", "A-3PO, with the version of each token", _lagged("a3po"), f"preset `a3po`; {_BENCHMARK}"),
+        ("", "at a lag of 8, naive PPO degrades and decoupled PPO does not", _areal(), _BENCHMARK),
+        ("", "A-3PO uses the version of each token", _lagged("a3po"), f"preset `a3po`; {_BENCHMARK}"),
         (
             "StreamRL",
-            "algorithm 1 (`inflight.rollouts.split`), algorithm 2 and longest first, live",
-            "the split is the best of all; `skew_aware` trains",
+            "algorithm 1 (`inflight.rollouts.split`); algorithm 2 and longest first in live runs",
+            "algorithm 1 finds the best of all splits; runs with `skew_aware` train",
             "`tests/unit/test_split.py`, `test_every_scheduler_trains_and_the_ledger_adds_up`",
         ),
-        ("", "its gain, with the recall of the predictor", _skew_aware(), "`python benchmarks/rollouts.py`"),
+        (
+            "",
+            "the speed-up of algorithm 2, and the recall of its predictor",
+            _skew_aware(),
+            "`python benchmarks/rollouts.py`",
+        ),
         (
             "Ring-lite, C3PO",
             "a constant denominator",
             "every step trains on exactly the budget",
             "`test_constant_tokens_trains_on_exactly_its_budget_in_every_step`",
         ),
-        ("", "gradient norm and tokens per step vary less than under GRPO and DAPO", _variations(), _BENCHMARK),
+        (
+            "",
+            "the gradient norm and the number of tokens per step vary less than with GRPO and DAPO",
+            _variations(),
+            _BENCHMARK,
+        ),
         (
             "Shuffle-R1",
-            "pairs and draws equal to a plain loop on the same seeds",
+            "pairs and draws are those of a plain loop with the same seeds",
             "equal on 60 batches",
             "`test_shuffled_pairs_equals_a_plain_loop_on_the_same_seed`",
         ),
         ("ReaL", "a search over layouts", "not implemented; `best_split` divides devices between two stages only", ""),
         ("SRL", "a contract for streams of samples", "the endpoint contract, one completion or chunk at a time", _KIT),
-        ("ArCHer", "advantages by turn from a critic", '`rollouts.credit = "critic"`', "`tests/unit/test_critic.py`"),
+        (
+            "ArCHer",
+            "a critic computes an advantage for each turn",
+            '`rollouts.credit = "critic"`',
+            "`tests/unit/test_critic.py`",
+        ),
         (
             "Spreeze",
             "automatic tuning to a machine",
-            "short runs of each configuration, and the same table",
+            "short runs of each configuration, with the same table as a plan",
             "`inflight plan --measure`",
         ),
-        ("JOWA, SORL", "does not apply", "offline RL on Atari and on flows, without rollouts of a language model", ""),
+        (
+            "JOWA, SORL",
+            "does not apply",
+            "offline RL on Atari and with flow models, without rollouts of a language model",
+            "",
+        ),
         ("Echo Chamber", "does not apply", "a study of what RL amplifies in pretrained models, not a mechanism", ""),
     ]
     lines = ["| paper | criterion | measured here | by |", "|---|---|---|---|"]
@@ -179,12 +215,12 @@ def _speeds() -> str:
         f"{row['capacity']} each; lag mean {row['lag_mean']:.1f}, largest {row['lag_max']})"
         for row in kept("criteria")["rows"]["speeds"]
     )
-    return f"yes while some tokens are older than that; smaller if none are: {found}"
+    return f"yes if some tokens may be older than 8 versions, and less if none may: {found}"
 
 
 def _capped() -> str:
     figures = _lagged("aipo", "aipo without its cap")
-    return f"it bounds the gradient; without it, training does not fail here either. {figures}"
+    return f"the cap bounds the gradient, but training does not fail here without it either. {figures}"
 
 
 def _lagged(*names: str) -> str:
@@ -214,8 +250,9 @@ def _variations() -> str:
         found.append(f"at reward {stage['reward']:.2f}: {norms}")
     tokens = ", ".join(f"{name} {way['tokens_variation']:.2f}" for name, way in ways.items())
     return (
-        "**partly**: tokens vary less, and gradients vary less than under DAPO, but less than under GRPO only at "
-        f"first. Deviation over mean of the gradient norm, {'; '.join(found)}; of tokens per step: {tokens}"
+        "**partly**: the number of tokens varies less; the gradient norm varies less than with DAPO, but less than "
+        "with GRPO only at first. Standard deviation divided by mean, for the gradient norm "
+        f"{'; '.join(found)}; for tokens per step: {tokens}"
     )
 
 

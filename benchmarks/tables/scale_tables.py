@@ -12,7 +12,7 @@ _ROWS = (
     ("scheduling", "first_us_per_request", "scheduling the first 10,000 requests", "µs per request"),
     ("scheduling", "then_us_per_request", "scheduling and scoring, with 10,000 requests running", "µs per request"),
     ("http", "us_per_call", "HTTP, with 156 connections to the server", "µs per request"),
-    ("wire", "ns_per_token", "reading an answer: JSON, with every token checked", "ns per token"),
+    ("wire", "ns_per_token", "reading a response: parsing JSON and checking every token", "ns per token"),
     ("batch", "make_ns_per_token", "advantages, masks and lags of a step", "ns per token"),
     ("batch", "frame_ns_per_token", "packing and encoding a step", "ns per token"),
     ("batch", "send_ns_per_token", "sending a step to a rank over a socket", "ns per token"),
@@ -30,7 +30,7 @@ def controller_table() -> str:
     cells = [f"{us:,.0f} µs per request" for us in sums]
     lines.append(f"| all rows except the first | {cells[0]} | {cells[1]} |")
     cells = [f"{1e6 * _TOKENS / us:,.0f}" for us in sums]
-    lines.append(f"| **tokens per second of one core, at most** | **{cells[0]}** | **{cells[1]}** |")
+    lines.append(f"| **largest possible number of tokens per second on one core** | **{cells[0]}** | **{cells[1]}** |")
     return "\n".join(lines)
 
 
@@ -41,7 +41,7 @@ def _us_per_request(parts: Mapping[str, Mapping[str, float]]) -> float:
 
 def killed_host_table() -> str:
     """Return how two runs on two hosts learned, of which one lost a host."""
-    lines = ["| run | reward of the first ten steps | of the last ten | steps | servers that sampled | seconds |"]
+    lines = ["| run | reward, first ten steps | last ten | steps | servers that sampled | seconds |"]
     lines.append("|---|---|---|---|---|---|")
     for name, run in kept("scale")["rows"]["curve"].items():
         known = [reward for reward in run["rewards"] if reward is not None]

@@ -151,7 +151,7 @@ def parity_table() -> str:
 def publish_table() -> str:
     """Return the five spans of a publish, in buckets and tensor by tensor."""
     lines = [
-        "| engine | how | pause | gather | wire | load | first token | all | ratio (min to max) |",
+        "| engine | method | pause | gather | wire | load | first token | total | ratio (min to max) |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in kept_rows("publish"):
@@ -237,8 +237,8 @@ def curves_table() -> str:
     """Return how the runs of each variant on the real model went: the mean over seeds, the smallest and the largest."""
     rows = kept("curves")["rows"]
     lines = [
-        "| variant | seeds | sampled reward, first three steps | last three | greedy before | after | seconds | "
-        "from two or more versions |",
+        "| variant | seeds | sampled reward, first three steps | last three | greedy reward before | after | seconds | "
+        "completions from two or more versions |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for name in dict.fromkeys(row["variant"] for row in rows):
@@ -306,7 +306,10 @@ def lora_table() -> str:
 def trainer_memory_table() -> str:
     """Return the peaks of loading and gathering, per rank."""
     row: Any = kept_rows("memory", "workers")
-    lines = ["| operation | method | peak of rank 0 | peak of rank 1 | ratio of the highest |", "|---|---|---|---|---|"]
+    lines = [
+        "| operation | method | peak of rank 0 | peak of rank 1 | highest peak relative to inflight's |",
+        "|---|---|---|---|---|",
+    ]
     for stage in ("loading", "gathering"):
         for way in ("inflight", "full state dict"):
             peaks = [f"{rank[stage]['peak_bytes'] / 2**20:,.0f} MiB" for rank in row[way]]
@@ -338,7 +341,7 @@ def trainer_speed_table() -> str:
 def router_replay_table() -> str:
     """Return the mismatch of engine and trainer with the sampled experts and without."""
     lines = [
-        "| dtype | router replay | k3, mean of the steps | largest of a step | largest log ratio of a token |",
+        "| dtype | router replay | k3, mean over the steps | largest k3 of a step | largest log ratio of a token |",
         "|---|---|---|---|---|",
     ]
     lines += [
@@ -412,7 +415,7 @@ def preset_learning_table() -> str:
 
 def distillation_table() -> str:
     """Return what students learned from a teacher, beside learning from rewards."""
-    lines = ["| preset | teacher | steps | seconds | reward at first | at last | KL at first | at last |"]
+    lines = ["| preset | teacher | steps | seconds | first reward | last reward | first KL | last KL |"]
     lines.append("|" + "---|" * 8)
     rows = kept("distillation")["rows"]
     for preset, teacher in dict.fromkeys((row["preset"], row["teacher"]) for row in rows):
@@ -461,7 +464,7 @@ def structure_table() -> str:
 
 def beside_table() -> str:
     """Return the quickstart and the engine of two commits, which took turns and then ran at the same time."""
-    ways = {"in turns": kept("beside")["rows"], "together": kept("beside_together")["rows"]}
+    ways = {"alternating": kept("beside")["rows"], "at the same time": kept("beside_together")["rows"]}
     heads = [
         f"{rows['commits'][label]}, {way}, {rows['rounds']} rounds"
         for way, rows in ways.items()
@@ -469,7 +472,7 @@ def beside_table() -> str:
     ]
     lines = [f"| median (extremes) | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     forms = {"trained_tokens_per_s": ",.0f", "paused_share": ".2%", "lag_mean": ".2f"}
-    for name in ways["in turns"]["figures"]:
+    for name in ways["alternating"]["figures"]:
         form = forms.get(name, ".2f" if name.startswith("engine") else ".3f")
         sides = [rows["figures"][name][label] for rows in ways.values() for label in ("before", "after")]
         cells = [f"{side['median']:{form}} ({side['min']:{form}} to {side['max']:{form}})" for side in sides]
@@ -498,7 +501,7 @@ ENVIRONMENTS = {
 def environments_table() -> str:
     """Return how tiny models learned environments."""
     lines = [
-        "| `environments.py` | environment | reward of the first ten steps | of the last ten | steps | seconds |",
+        "| `environments.py` | environment | reward, first ten steps | last ten | steps | seconds |",
         "|---|---|---|---|---|---|",
     ]
     for name, what in ENVIRONMENTS.items():

@@ -48,11 +48,11 @@ def weights_targets_table() -> str:
             (
                 "gloo, 1 GB: time of one bare broadcast / time of the publish",
                 "0.9 or more",
-                f"**{gloo['share_of_limit']:.2f}**; of the transfer alone "
+                f"**{gloo['share_of_limit']:.2f}**; relative to the transfer alone "
                 f"{gloo['limit_s']['median'] / gloo['spans']['wire']['median']:.2f}",
             ),
             (
-                "1,000 tensors of 16 KB: time one by one / time packed",
+                "1,000 tensors of 16 KB: time if sent one by one / time if packed",
                 "3 or more",
                 f"**{small['ratio_median']:.1f}** ({small['ratio_min']:.1f} to {small['ratio_max']:.1f})",
             ),
@@ -67,7 +67,7 @@ def weights_targets_table() -> str:
                 f"**1/{delta['size_bytes'] / delta['sent_bytes']:.0f}**",
             ),
             (
-                "the same: time of the delta / time of the full publish",
+                "the same delta: its time / time of the full publish",
                 "below 1",
                 f"**{delta['spans']['total']['median'] / gloo['spans']['total']['median']:.2f}**",
             ),
@@ -85,7 +85,7 @@ def weights_targets_table() -> str:
 def pauses_table() -> str:
     """Return how long updates paused the embedded engine when it copied weights, and now that it exchanges them."""
     lines = [
-        "| transport | weights | paused before | paused now | while sampling, before | now | one copy |",
+        "| transport | weights | pause, idle server: before | now | pause while sampling: before | now | one copy |",
         "|---|---|---|---|---|---|---|",
     ]
 
@@ -107,7 +107,7 @@ def vllm_pauses_table() -> str:
     sides = kept("vllm_pauses")["rows"]["sides"]
     names = {
         "paused": "total: from the last step with the old weights to the first with the new ones",
-        "answer to the pause": "until `/pause` responds, which sleeps for 20 ms",
+        "answer to the pause": "until the response of `/pause`, which sleeps for 20 ms",
         "until the load": "until the load begins",
         "load": "loading the weights",
         "until the label": "until the version's label is set",
@@ -130,7 +130,7 @@ def vllm_pauses_table() -> str:
 
 def weights_engines_table() -> str:
     """Return how long the real engines take for new weights, by our publish and by their own ways."""
-    lines = ["| engine | how | weights | until they are served | sampling paused |", "|---|---|---|---|---|"]
+    lines = ["| engine | method | weights | time until they are served | pause of sampling |", "|---|---|---|---|---|"]
     lines += [
         f"| {row['engine']} | {row['how']} | {row['size_bytes'] / 1e6:,.0f} MB | "
         f"{milliseconds(row['median_s'])} ({milliseconds(min(row['seconds']))} to "
@@ -179,8 +179,8 @@ def chaos_table(name: str = "chaos") -> str:
     return "\n".join(lines) + (
         f"\n\n{figures['num_schedules']:,} schedules, {figures['num_publishes']:,} publishes and "
         f"{figures['num_tokens']:,} tokens in {figures['wall_s'] / 60:.0f} minutes: "
-        f"**{len(figures['failed'])} failed**. {len(figures['never_injected'])} pairs of a step and a fault were never "
-        f"injected; the slowest publish took {figures['slowest_publish_s']:.1f} s."
+        f"**{len(figures['failed'])} failed**. {len(figures['never_injected'])} combinations of a step and a fault "
+        f"were never injected; the slowest publish took {figures['slowest_publish_s']:.1f} s."
     )
 
 
@@ -218,7 +218,7 @@ def sharded_table() -> str:
     """Return gathered and sharded publishes between hosts with limited links."""
     lines = [
         "| transport | trainer hosts M | servers | link of a server | gathered | sharded | ratio | planned | "
-        "CPU of the trainer | of each server | memory | sent |",
+        "CPU time of the trainer | CPU time of each server | memory | sent |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in kept_rows("rows", "sharded"):
@@ -244,7 +244,7 @@ def sharded_table() -> str:
 
 def sharded_overlap_table() -> str:
     """Return publishes before and during forwards."""
-    lines = ["| publish | publish and forwards |", "|---|---|"]
+    lines = ["| publish | time of the publish and the forward passes |", "|---|---|"]
     for row in kept_rows("rows", "sharded"):
         if row["overlaps"]:
             lines += [f"| {mode} | {_medians(row, mode)['wall_s']:.2f} s |" for mode in row["rounds"]]
