@@ -159,7 +159,8 @@ def modes_table(result: dict[str, Any]) -> str:
 def concurrency_table(rows: Sequence[dict[str, Any]]) -> str:
     """Return tokens per CPU second by concurrency, and the embedded engine's relative to each contender's."""
     lines = [
-        "| concurrent | embedded engine, tokens per CPU s | `generate` | engine ÷ `generate` | vLLM | engine ÷ vLLM |",
+        "| concurrent completions | embedded engine, tokens per CPU s | `generate` | engine ÷ `generate` | vLLM "
+        "| engine ÷ vLLM |",
         "|---|---|---|---|---|---|",
     ]
     for num in sorted({row["concurrent"] for row in rows}):

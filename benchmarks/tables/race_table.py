@@ -44,7 +44,7 @@ def race_ratios(rows: Sequence[dict[str, Any]]) -> str:
     Only rounds in which the pipeline reached the goal count. Where TRL did not, its time so far makes the ratio an
     upper bound.
     """
-    lines = ["| tokens | measure | pipeline ÷ TRL: median (min to max) | aim |", "|---|---|---|---|"]
+    lines = ["| tokens | measure | pipeline ÷ TRL: median (min to max) | target |", "|---|---|---|---|"]
     by_run = {(row["max_tokens"], row["entrant"], row["round"]): row for row in rows}
     for max_tokens in dict.fromkeys(row["max_tokens"] for row in rows):
         pairs = [

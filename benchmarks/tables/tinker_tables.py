@@ -54,7 +54,7 @@ def programs_table() -> str:
     """Return one row for each program."""
     lines = [
         "| program | sampling client | reward, first three steps | reward, last three steps | steps | seconds per step "
-        "| completions of several versions |",
+        "| completions from several versions |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in kept("tinker_programs")["rows"]:
