@@ -94,7 +94,7 @@ def _rows(runs: Runs) -> dict[tuple[str, str], dict[str, int]]:
         strikes = [
             (struck, how, incarnation) for incarnation in run["incarnations"] for how, struck in incarnation["struck"]
         ]
-        strikes += [("prompts", "one in a few refused", run["incarnations"][-1])] if run["long_every"] else []
+        strikes += [("prompts", "some are refused", run["incarnations"][-1])] if run["long_every"] else []
         for struck, how, incarnation in strikes:
             rows[struck, how]["times"] += 1
             rows[struck, how]["continued" if incarnation["exit"] == 0 else "ended"] += 1

@@ -22,10 +22,10 @@ def planner_table() -> str:
         measured, predicted = cells[0].split(", ")
         each = "; ".join(f"{value:,.0f}" for value in row["tokens_per_s"]["all"])
         lines.append(f"| {what} | {measured} ({each}), {predicted} | {' | '.join(cells[1:])} |")
-    shared = ", on a machine that other work shared" if rows["shared_machine"] else ""
-    per_run = "1 run" if rows["rounds"] == 1 else f"{rows['rounds']} runs in turns"
-    load = "" if rows["load_before"] is None else f"; load before the first {rows['load_before']:.1f}"
-    lines.append(f"\n{per_run} of each{shared}{load}.")
+    shared = ", on a machine that was also doing other work" if rows["shared_machine"] else ""
+    per_run = "one run" if rows["rounds"] == 1 else f"{rows['rounds']} runs, alternating with the others"
+    load = "" if rows["load_before"] is None else f"; the load before the first run was {rows['load_before']:.1f}"
+    lines.append(f"\nEach configuration: {per_run}{shared}{load}.")
     return "\n".join(lines)
 
 
@@ -42,7 +42,7 @@ def planner_scale_table() -> str:
         return "Not measured yet: `python benchmarks/planner.py --scale`."
     row = kept("planner-scale")["rows"]
     return (
-        "| simulated GPUs | completions | tokens | steps | CPU time, one core | load of the machine |\n"
+        "| simulated GPUs | completions | tokens | steps | CPU time on one core | load of the machine |\n"
         "|---|---|---|---|---|---|\n"
         f"| {row['gpus']:,} | {row['completions']:,} | {row['tokens'] / 1e9:.2f} billion | {row['steps']} | "
         f"{row['cpu_s']:.0f} s | {row['load']:.0f} |"

@@ -133,7 +133,8 @@ def _reason(message: str) -> str:
 def parity_table() -> str:
     """Return how far each engine is from each trainer with the same weights."""
     lines = [
-        "| engine | trainer | dtype | tokens | k1 | k3 | ESS | largest | mean | growth of the mean | verdict |",
+        "| engine | trainer | dtype | tokens | k1 | k3 | ESS | largest difference | mean difference "
+        "| growth of the mean | verdict |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in (row for rows in kept("parity")["rows"].values() for row in rows):
@@ -387,7 +388,7 @@ def head_tile_table() -> str:
     """Return the memory of other heads and of inflight's with the same tiles."""
     shapes: Any = kept_rows("head", "losses")
     lines = [
-        "| head | targets x hidden x vocabulary | its memory | inflight's at its tile | share |",
+        "| head | targets x hidden x vocabulary | memory of this head | inflight's at the same tile size | ratio |",
         "|---|---|---|---|---|",
     ]
     for shape in shapes:
@@ -462,6 +463,16 @@ def structure_table() -> str:
     return "\n".join([*lines, *(f"| {what} | {of(rows['before'])} | {of(rows['after'])} |" for what, of in figures)])
 
 
+_BESIDE = {
+    "reward_first": "mean reward, first ten steps",
+    "reward_last": "mean reward, last ten steps",
+    "trained_tokens_per_s": "trained tokens/s",
+    "paused_share": "share of time for which sampling was paused",
+    "lag_mean": "mean lag",
+    "ess_mean": "mean ESS",
+}
+
+
 def beside_table() -> str:
     """Return the quickstart and the engine of two commits, which took turns and then ran at the same time."""
     ways = {"alternating": kept("beside")["rows"], "at the same time": kept("beside_together")["rows"]}
@@ -476,7 +487,8 @@ def beside_table() -> str:
         form = forms.get(name, ".2f" if name.startswith("engine") else ".3f")
         sides = [rows["figures"][name][label] for rows in ways.values() for label in ("before", "after")]
         cells = [f"{side['median']:{form}} ({side['min']:{form}} to {side['max']:{form}})" for side in sides]
-        lines.append(f"| {name.replace('_', ' ')} | {' | '.join(cells)} |")
+        what = _BESIDE.get(name, name.replace("engine over generate", "engine ÷ `generate`"))
+        lines.append(f"| {what} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
