@@ -202,17 +202,19 @@ def _ess() -> str:
     ess = {mode: _mean(rows, "ess_mean") for mode, rows in modes.items()}
     own = ess["in flight"]
     is_nearer = abs(own - ess["conventional G=1"]) < abs(own - ess["conventional G=8"])
-    figures = ", ".join(f"{mode} {value:.4f}" for mode, value in ess.items())
+    figures = ", ".join(f"{mode.replace('in flight', 'pipeline')} {value:.4f}" for mode, value in ess.items())
     largest = max(row["lag_max"] for row in modes["in flight"])
-    lag = f"lag up to {largest}, mean {_mean(modes['in flight'], 'lag_mean'):.1f}"
+    lag = f"largest lag {largest}, mean lag {_mean(modes['in flight'], 'lag_mean'):.1f}"
     rewards = ", ".join(f"{_mean(rows, 'reward_mean'):.3f}" for rows in modes.values())
-    return f"{'yes' if is_nearer else '**no**'}: {figures} ({lag}); mean reward of all steps {rewards}"
+    return (
+        f"{'yes' if is_nearer else '**no**'}: {figures} ({lag}); mean reward over all steps, in this order: {rewards}"
+    )
 
 
 def _speeds() -> str:
     found = "; ".join(
         f"{row['ratio']:.2f}x ({row['num_training']} devices train, {row['num_generating']} generate up to "
-        f"{row['capacity']} each; lag mean {row['lag_mean']:.1f}, largest {row['lag_max']})"
+        f"{row['capacity']} completions each; mean lag {row['lag_mean']:.1f}, largest lag {row['lag_max']})"
         for row in kept("criteria")["rows"]["speeds"]
     )
     return f"yes if some tokens may be older than 8 versions, and less if none may: {found}"
@@ -226,7 +228,7 @@ def _capped() -> str:
 def _lagged(*names: str) -> str:
     losses = kept("criteria")["rows"]["losses"]
     return "; ".join(
-        f"{name}: reward of all steps {_mean(losses[name]['lag 8'], 'reward_mean'):.3f}, of the last ten "
+        f"{name}: mean reward {_mean(losses[name]['lag 8'], 'reward_mean'):.3f}, in the last ten steps "
         f"{_mean(losses[name]['lag 8'], 'reward_last'):.3f}, largest gradient norm "
         f"{max(row['gradient_norm_max'] for row in losses[name]['lag 8']):.1f}"
         for name in names
@@ -236,8 +238,8 @@ def _lagged(*names: str) -> str:
 def _areal() -> str:
     naive, decoupled = (kept("criteria")["rows"]["losses"][name] for name in ("ppo, naive", "decoupled_ppo"))
     return (
-        f"naive PPO learns least; decoupled PPO learns, but more slowly than at lag 0. Mean reward of all steps: naive "
-        f"{_mean(naive['lag 8'], 'reward_mean'):.3f}, decoupled "
+        "naive PPO learns least; decoupled PPO learns, but more slowly than at lag 0. Mean reward over all steps: "
+        f"naive {_mean(naive['lag 8'], 'reward_mean'):.3f}, decoupled "
         f"{_mean(decoupled['lag 8'], 'reward_mean'):.3f}; at lag 0 {_mean(naive['lag 0'], 'reward_mean'):.3f}"
     )
 
