@@ -133,11 +133,13 @@ def test_an_image_is_refused() -> None:
 def test_outputs_of_equal_shape_share_a_record() -> None:
     arrays = [np.ones(3, np.float32), np.zeros(2, np.float32), np.ones((2, 4), np.float32)]
     output = messages().ForwardBackwardOutput()
-    output.ParseFromString(output_message(arrays, {"loss:sum": 2.0}))
+    output.ParseFromString(output_message(arrays, [-it for it in arrays], {"loss:sum": 2.0}))
     assert [record.num_datums for record in output.loss_fn_outputs] == [2, 1]
     first = output.loss_fn_outputs[0].fields["logprobs"]
     assert np.frombuffer(first.offsets, "<i8").tolist() == [0, 12, 20]
     assert np.frombuffer(first.data, "<f4").tolist() == [1, 1, 1, 0, 0]
+    losses = output.loss_fn_outputs[0].fields["elementwise_loss"]
+    assert np.frombuffer(losses.data, "<f4").tolist() == [-1, -1, -1, 0, 0]
     assert list(output.loss_fn_outputs[1].fields["logprobs"].trailing_shape) == [4]
     assert dict(output.metrics) == {"loss:sum": 2.0}
 

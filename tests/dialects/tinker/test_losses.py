@@ -12,7 +12,7 @@ import torch
 
 from inflight.dialects.tinker.data import Datum
 from inflight.dialects.tinker.losses import LOSSES, loss_named
-from inflight.dialects.tinker.packing import check_inputs, logprobs_of_data, loss_of, micro_batch_of
+from inflight.dialects.tinker.packing import check_inputs, loss_of, loss_of_rows, micro_batch_of, rows_of_data
 from inflight.errors import InvalidRequestError, UnsupportedError
 
 LENGTHS = (5, 1, 3)
@@ -25,8 +25,9 @@ def data(loss_fn: str, num_targets: int | None = None) -> list[Datum]:
     for length in LENGTHS:
         shape = (length,) if num_targets is None else (length, num_targets)
         inputs: dict[str, Any] = {"target_tokens": random.integers(0, 50, shape)}
-        for name in LOSSES[loss_fn].inputs:
+        for name in (*LOSSES[loss_fn].inputs, "weights"):
             inputs[name] = random.normal(size=shape).astype(np.float32)
+        inputs["weights"][0] = 0.0
         if "sequence_ratio_mask" in inputs:
             inputs["sequence_ratio_mask"] = (random.random(shape) < 0.7).astype(np.float32)
         found.append(Datum(tuple(random.integers(0, 50, length)), inputs))
@@ -95,9 +96,9 @@ def test_losses_and_gradients_equal_plain_loops(loss_fn: str, settings: Mapping[
     value = loss_of(batch, logprobs_TK, loss, s)
     value.backward()
     assert logprobs_TK.grad is not None
-    by_datum = logprobs_of_data(of_data, logprobs_TK.detach().numpy())
-    gradients = logprobs_of_data(of_data, logprobs_TK.grad.numpy())
-    expected = 0.0
+    by_datum = rows_of_data(of_data, logprobs_TK.detach().numpy())
+    gradients = rows_of_data(of_data, logprobs_TK.grad.numpy())
+    expected: list[float] = []
     for datum, found, gradient in zip(of_data, by_datum, gradients, strict=True):
         rows = rows_of(datum)
         gaps = [
@@ -108,9 +109,11 @@ def test_losses_and_gradients_equal_plain_loops(loss_fn: str, settings: Mapping[
         ratio = math.exp(sum(gaps) / max(1, len(gaps)))
         for logp, row, slope in zip(found, rows, gradient, strict=True):
             part, derivative = LOOPS[loss_fn](float(logp), row, s, ratio)
-            expected += part
-            assert slope == pytest.approx(derivative, rel=1e-6, abs=1e-9)
-    assert float(value.detach()) == pytest.approx(expected, rel=1e-6)
+            expected.append(row["weights"] * part)
+            assert slope == pytest.approx(row["weights"] * derivative, rel=1e-6, abs=1e-9)
+    assert float(value.detach()) == pytest.approx(sum(expected), rel=1e-6)
+    losses_TK = loss_of_rows(batch, logprobs_TK.detach().float().numpy(), loss, s)
+    np.testing.assert_allclose(np.concatenate(rows_of_data(of_data, losses_TK)), expected, rtol=1e-5)
     assert float(logprobs_TK.grad[0]) == 0.0  # the first index of a segment is no target
 
 
@@ -123,10 +126,10 @@ def test_cross_entropy_is_the_weighted_sum_over_all_candidates(num_targets: int 
     value = loss_of(batch, logprobs_TK, loss, s)
     value.backward()
     assert logprobs_TK.grad is not None
-    found = logprobs_of_data(of_data, logprobs_TK.detach().numpy())
+    found = rows_of_data(of_data, logprobs_TK.detach().numpy())
     expected = -sum((it * datum.inputs["weights"]).sum() for it, datum in zip(found, of_data, strict=True))
     assert float(value.detach()) == pytest.approx(expected, rel=1e-6)
-    for datum, gradient in zip(of_data, logprobs_of_data(of_data, logprobs_TK.grad.numpy()), strict=True):
+    for datum, gradient in zip(of_data, rows_of_data(of_data, logprobs_TK.grad.numpy()), strict=True):
         np.testing.assert_allclose(gradient, -datum.inputs["weights"], rtol=1e-6)
     assert [it.shape for it in found] == [datum.inputs["target_tokens"].shape for datum in of_data]
 
@@ -144,8 +147,27 @@ def test_data_without_weights_count_once_and_thresholds_of_a_datum_replace_the_s
         "clip_high_threshold": np.array([3.0], np.float32),
         "clip_low_threshold": np.array([0.5], np.float32),
     }
-    batch = micro_batch_of([Datum((1,), given)], loss)
-    assert float(loss_of(batch, torch.tensor([[0.0], [math.log(2.0)]]), loss, s)) == pytest.approx(-2.0)
+    without = {key: value for key, value in given.items() if not key.startswith("clip")}
+    logprobs_TK = torch.tensor([[0.0], [math.log(2.0)]])
+    for data_of_batch, expected in (([given], -2.0), ([without], -1.2), ([given, without], -3.2)):
+        batch = micro_batch_of([Datum((1,), it) for it in data_of_batch], loss)
+        several_TK = logprobs_TK.repeat(len(data_of_batch), 1)
+        assert float(loss_of(batch, several_TK, loss, s)) == pytest.approx(expected)
+
+
+def test_an_infinite_loss_of_a_row_without_weight_does_not_count() -> None:
+    loss, s = loss_named("importance_sampling", {})
+    inputs: dict[str, Any] = {
+        "target_tokens": np.array([2, 3]),
+        "logprobs": np.array([-1000.0, 0.0], np.float32),
+        "advantages": np.ones(2, np.float32),
+        "weights": np.array([0.0, 2.0], np.float32),
+    }
+    logprobs_TK = torch.zeros(3, 1, requires_grad=True)
+    value = loss_of(micro_batch_of([Datum((1, 2), inputs)], loss), logprobs_TK, loss, s)
+    value.backward()
+    assert logprobs_TK.grad is not None
+    assert (float(value.detach()), logprobs_TK.grad[:, 0].tolist()) == (-2.0, [0.0, 0.0, -2.0])
 
 
 def test_a_batch_without_data_has_a_loss_of_zero_that_can_be_differentiated() -> None:
@@ -178,7 +200,7 @@ def test_losses_that_cannot_be_computed_are_refused_by_name(
     ("loss_fn", "changed", "message"),
     [
         ("ppo", {"advantages": None}, "datum 0: loss_fn 'ppo' needs advantages"),
-        ("ppo", {"weights": np.ones(2)}, "datum 0: loss_fn 'ppo' does not use weights"),
+        ("ppo", {"mask": np.ones(2)}, "datum 0: loss_fn 'ppo' does not use mask"),
         ("ppo", {"target_tokens": np.ones((2, 3), int)}, "takes one target for each token"),
         ("cross_entropy", {"weights": np.ones((2, 3))}, r"weights has shape \[2, 3\], but target_tokens \[2\]"),
     ],

@@ -320,7 +320,7 @@ def test_data_that_no_loss_can_use_fail_and_training_continues(client: Client) -
     for loss_fn, inputs, message in (
         ("stable_reinforce", {"weights": np.ones(19)}, "has no published formula"),
         ("ppo", {"logprobs": np.ones(19)}, "needs advantages"),
-        ("ppo", {"logprobs": np.ones(19), "advantages": np.ones(19), "weights": np.ones(19)}, "does not use weights"),
+        ("ppo", {"logprobs": np.ones(19), "advantages": np.ones(19), "mask": np.ones(19)}, "does not use mask"),
     ):
         error, category = client.failure(made.begin_forward_backward([datum(**inputs)], loss_fn))
         assert message in error and category == "user"

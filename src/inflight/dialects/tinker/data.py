@@ -5,6 +5,7 @@ Shape suffixes: N tokens of a datum, K candidates of a token.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from inflight.errors import InvalidRequestError
 Array = npt.NDArray[Any]
 _DTYPES: dict[int, Any] = {0: np.dtype("<f4"), 1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _BFLOAT16 = 4
+_OUTPUT_TYPE = "scalar"
 TARGETS = "target_tokens"
 THRESHOLDS = ("clip_low_threshold", "clip_high_threshold")
 """Inputs that may have one value for a whole datum."""
@@ -138,31 +140,22 @@ def _numbers(content: bytes, dtype: np.dtype[Any], name: str) -> Array:
     return np.frombuffer(content, dtype)
 
 
-def output_message(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
-    """Return a ``ForwardBackwardOutput`` with the logprobs [N] or [N, K] of each datum, as bytes.
+def output_message(logprobs: Sequence[Array], losses: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
+    """Return a ``ForwardBackwardOutput`` with the logprobs and losses, [N] or [N, K], of each datum, as bytes.
 
     Names of metrics have the form ``name:reducer``; the SDK uses the reducer to combine the metrics of several calls.
     """
-    output = messages().ForwardBackwardOutput(loss_fn_output_type="logprobs")
+    output = messages().ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE)
     output.metrics.update(metrics)
-    for of_shape in _by_trailing_shape(logprobs):
-        record = output.loss_fn_outputs.add(type_tag="logprobs", num_datums=len(of_shape))
-        flats = [np.ascontiguousarray(it, "<f4").tobytes() for it in of_shape]
-        tensor = record.fields["logprobs"]
-        tensor.data = b"".join(flats)
-        tensor.offsets = np.cumsum([0, *map(len, flats)], dtype="<i8").tobytes()
-        tensor.dtype = 1
-        tensor.trailing_shape.extend(of_shape[0].shape[1:])
+    for _, run in itertools.groupby(zip(logprobs, losses, strict=True), lambda it: it[0].shape[1:]):
+        of_shape = list(run)  # consecutive data whose shapes differ only in the first dimension
+        record = output.loss_fn_outputs.add(type_tag=_OUTPUT_TYPE, num_datums=len(of_shape))
+        for name, arrays in zip(("logprobs", "elementwise_loss"), zip(*of_shape, strict=True), strict=True):
+            flats = [np.ascontiguousarray(it, "<f4").tobytes() for it in arrays]
+            tensor = record.fields[name]
+            tensor.data = b"".join(flats)
+            tensor.offsets = np.cumsum([0, *map(len, flats)], dtype="<i8").tobytes()
+            tensor.dtype = 1
+            tensor.trailing_shape.extend(arrays[0].shape[1:])
     content: bytes = output.SerializeToString()
     return content
-
-
-def _by_trailing_shape(arrays: Sequence[Array]) -> list[list[Array]]:
-    """Group consecutive arrays whose shapes differ only in the first dimension, keeping their order."""
-    runs: list[list[Array]] = []
-    for array in arrays:
-        if runs and runs[-1][0].shape[1:] == array.shape[1:]:
-            runs[-1].append(array)
-        else:
-            runs.append([array])
-    return runs

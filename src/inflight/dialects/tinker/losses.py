@@ -1,4 +1,4 @@
-"""The losses of Tinker's API: sums over all rows of all data, without a mean.
+"""The losses of Tinker's API for each row. They are summed over all rows of all data, without a mean.
 
 ``l`` are the trainer's logprobs of the targets, ``q`` are the sampler's, and ``r = exp(l - q)``. Sources: the loss
 functions of Tinker's documentation, PPO (Schulman et al. 2017), CISPO (MiniMax 2025), DRO (Richemond et al. 2024) and
@@ -16,10 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from inflight.base.unknown_names import unknown_name
+from inflight.dialects.tinker.data import TARGETS, THRESHOLDS
 from inflight.errors import InvalidRequestError, UnsupportedError
 
 Inputs = Mapping[str, torch.Tensor]
 Settings = Mapping[str, float]
+WEIGHTS = "weights"
+"""The factor of each row's loss, an input of every loss; it is 1 in data without it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +30,22 @@ class TinkerLoss:
     """A loss, with the inputs that it requires, its settings with their defaults, and its formula."""
 
     inputs: tuple[str, ...]
-    """The required inputs in addition to the targets."""
+    """The required inputs in addition to the targets. Every loss accepts `WEIGHTS` too."""
     settings: Mapping[str, float]
-    value: Callable[[torch.Tensor, Inputs, Settings, torch.Tensor], torch.Tensor]
-    """Computes the loss from logprobs [T] (cross entropy: [T, K]), inputs, settings, and each row's datum, int64 [T].
+    rows: Callable[[torch.Tensor, Inputs, Settings, torch.Tensor], torch.Tensor]
+    """Computes the loss of each row before it is weighted, from logprobs [T] (cross entropy: [T, K]), inputs, settings,
+    and each row's datum, int64 [T].
     """
     takes_candidates: bool = False
     """Whether targets may have the shape [N, K]."""
 
 
 def _cross_entropy(l_TK: torch.Tensor, inputs: Inputs, settings: Settings, datum_T: torch.Tensor) -> torch.Tensor:
-    return -(inputs["weights"] * l_TK).sum()
+    return -l_TK
 
 
 def _importance_sampling(l_T: torch.Tensor, inputs: Inputs, settings: Settings, datum_T: torch.Tensor) -> torch.Tensor:
-    return -(_ratio(l_T, inputs) * inputs["advantages"]).sum()
+    return -(_ratio(l_T, inputs) * inputs["advantages"])
 
 
 def _ppo(l_T: torch.Tensor, inputs: Inputs, settings: Settings, datum_T: torch.Tensor) -> torch.Tensor:
@@ -51,18 +55,18 @@ def _ppo(l_T: torch.Tensor, inputs: Inputs, settings: Settings, datum_T: torch.T
 def _clipped(r_T: torch.Tensor, inputs: Inputs, settings: Settings) -> torch.Tensor:
     low, high = _bounds(inputs, settings)
     advantages_T = inputs["advantages"]
-    return -torch.minimum(r_T * advantages_T, torch.clamp(r_T, low, high) * advantages_T).sum()
+    return -torch.minimum(r_T * advantages_T, torch.clamp(r_T, low, high) * advantages_T)
 
 
 def _cispo(l_T: torch.Tensor, inputs: Inputs, settings: Settings, datum_T: torch.Tensor) -> torch.Tensor:
     low, high = _bounds(inputs, settings)
     weight_T = torch.clamp(_ratio(l_T, inputs), low, high).detach()
-    return -(weight_T * l_T * inputs["advantages"]).sum()
+    return -(weight_T * l_T * inputs["advantages"])
 
 
 def _dro(l_T: torch.Tensor, inputs: Inputs, settings: Settings, datum_T: torch.Tensor) -> torch.Tensor:
     deviation_T = l_T - inputs["logprobs"]
-    return -(l_T * inputs["advantages"] - 0.5 * settings["beta"] * deviation_T**2).sum()
+    return -(l_T * inputs["advantages"] - 0.5 * settings["beta"] * deviation_T**2)
 
 
 def _gspo(l_T: torch.Tensor, inputs: Inputs, settings: Settings, datum_T: torch.Tensor) -> torch.Tensor:
@@ -80,11 +84,11 @@ def _ratio(l_T: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def _bounds(inputs: Inputs, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bounds of the ratio, from the data if it contains them and otherwise from the settings."""
+    """Return the bounds of the ratio: those of each row's datum, and those of the settings where it has none."""
     like_T = inputs["advantages"]
     low, high = (
-        inputs[name] if name in inputs else torch.full_like(like_T, settings[name])
-        for name in ("clip_low_threshold", "clip_high_threshold")
+        torch.where(given_T.isnan(), settings[name], given_T)
+        for name, given_T in ((it, inputs.get(it, torch.full_like(like_T, math.nan))) for it in THRESHOLDS)
     )
     return low, high
 
@@ -92,14 +96,14 @@ def _bounds(inputs: Inputs, settings: Settings) -> tuple[torch.Tensor, torch.Ten
 _ADVANTAGES = ("logprobs", "advantages")
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES: Mapping[str, TinkerLoss] = {
-    "cross_entropy": TinkerLoss(("weights",), {}, _cross_entropy, takes_candidates=True),
+    "cross_entropy": TinkerLoss((), {}, _cross_entropy, takes_candidates=True),
     "importance_sampling": TinkerLoss(_ADVANTAGES, {}, _importance_sampling),
     "ppo": TinkerLoss(_ADVANTAGES, _CLIP, _ppo),
     "cispo": TinkerLoss(_ADVANTAGES, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}, _cispo),
     "dro": TinkerLoss(_ADVANTAGES, {"beta": 0.05}, _dro),
     "gspo": TinkerLoss((*_ADVANTAGES, "sequence_ratio_mask"), _CLIP, _gspo),
 }
-OPTIONAL_INPUTS = ("target_tokens", "clip_low_threshold", "clip_high_threshold")
+OPTIONAL_INPUTS = (TARGETS, WEIGHTS, *THRESHOLDS)
 
 
 def loss_named(name: str, settings: Mapping[str, float]) -> tuple[TinkerLoss, dict[str, float]]:

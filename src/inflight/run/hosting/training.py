@@ -14,7 +14,7 @@ from inflight.base.tasks import TaskOwner
 from inflight.dialects.tinker.backend import ForwardResult, Training
 from inflight.dialects.tinker.data import Array, Datum
 from inflight.dialects.tinker.losses import LOSSES
-from inflight.dialects.tinker.packing import PackedData, logprobs_of_data, micro_batch_of, segment_of
+from inflight.dialects.tinker.packing import PackedData, loss_of_rows, micro_batch_of, rows_of_data, segment_of
 from inflight.errors import WorkerDiedError
 from inflight.run.ranks.channel import encode
 from inflight.run.ranks.group import TrainerGroup
@@ -67,13 +67,17 @@ class HostedTraining(Training):
             frames.append(encode(request, _tensors(of_share)))
         with self._calling():
             answers = await self.trainers.accumulate(frames)
-        found: dict[int, Array] = {}
+        logprobs: dict[int, Array] = {}
+        losses: dict[int, Array] = {}
         for answer, of_share, parts in zip(answers, batches, packed, strict=True):
             for flat, it, part in zip(answer.logprobs, of_share, parts, strict=True):
                 assert it.batch.target_ids_TK is not None
-                logprobs_TK = flat.reshape(it.batch.target_ids_TK.shape)
-                found.update(zip(part, logprobs_of_data([data[i] for i in part], logprobs_TK), strict=True))
-        return ForwardResult([found[i] for i in range(len(data))], sum(answer.loss for answer in answers))
+                logprobs_TK, of_part = flat.reshape(it.batch.target_ids_TK.shape), [data[i] for i in part]
+                losses_TK = loss_of_rows(it, logprobs_TK, loss, settings)
+                logprobs.update(zip(part, rows_of_data(of_part, logprobs_TK), strict=True))
+                losses.update(zip(part, rows_of_data(of_part, losses_TK), strict=True))
+        of_data = ([of[i] for i in range(len(data))] for of in (logprobs, losses))
+        return ForwardResult(*of_data, sum(answer.loss for answer in answers))
 
     async def step(self, settings: AdamSettings) -> Mapping[str, float]:
         with self._calling():
