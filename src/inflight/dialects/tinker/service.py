@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,12 @@ import pydantic
 
 from inflight.base.tasks import finish_all
 from inflight.base.validation import describe_problems
-from inflight.dialects.tinker.backend import Backend, Training
+from inflight.dialects.tinker.backend import Backend
 from inflight.dialects.tinker.checkpoints import CheckpointFacts, CheckpointStore, Kind, iso_time
 from inflight.dialects.tinker.data import datums_of, output_message
 from inflight.dialects.tinker.futures import Futures, Result
 from inflight.dialects.tinker.losses import loss_named
+from inflight.dialects.tinker.models import TinkerModel
 from inflight.dialects.tinker.ordering import OrderedCalls
 from inflight.dialects.tinker.packing import check_inputs
 from inflight.dialects.tinker.protobuf import parse
@@ -36,7 +36,7 @@ from inflight.dialects.tinker.requests import (
     SaveWeightsForSampler,
 )
 from inflight.dialects.tinker.samplers import NotFoundError, SamplingSessions, check_base
-from inflight.errors import InvalidRequestError, UnsupportedError, WorkerDiedError
+from inflight.errors import InvalidRequestError, UnsupportedError
 
 IDLE_S = 1800.0
 """Seconds without a heartbeat after which a session ends. Clients send a heartbeat every 10 s, unless suspended."""
@@ -44,24 +44,6 @@ _NUM_FINISHED = 1000
 """Number of finished sessions that can still be queried."""
 SILENT_S = 60.0
 """Seconds of a client's silence after which a new model may replace its model, whose state is kept for a week."""
-
-
-@dataclass(eq=False, slots=True)
-class _Model:
-    model_id: str
-    session_id: str
-    rank: int
-    user_metadata: Mapping[str, Any] | None
-    calls: OrderedCalls
-    training: Training | None = None
-    """The model's ranks; None until they are ready, and after the model has ended."""
-    last_saved: str = ""
-    """The path of the model's last saved state."""
-    end: str = ""
-    """Why the model has ended."""
-    created: str = ""
-    """The request id of the future that creates the model."""
-    last_request_at: float = field(default_factory=time.time)
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +69,7 @@ class TinkerService:
         """Whether the server refuses every further request."""
         self._creating = asyncio.Lock()
         self._sessions: dict[str, _Session] = {}
-        self._models: dict[str, _Model] = {}
+        self._models: dict[str, TinkerModel] = {}
         self.sampling = SamplingSessions(backend, self.store, self.futures, directory / "snapshots")
 
     # --------------------------------------------------------------------------------------------------- sessions
@@ -152,12 +134,7 @@ class TinkerService:
 
     async def _end_models(self, session_id: str) -> None:
         for model in [it for it in self._models.values() if it.session_id == session_id]:
-            await self._end(model, "its session has finished")
-
-    async def _end(self, model: _Model, why: str) -> None:
-        training, model.training, model.end = model.training, None, model.end or why
-        if training is not None:
-            await training.aclose()
+            await model.end("its session has finished")
 
     async def _make_room(self) -> None:
         """If no slot is free, end the model of a silent client. Raises `UnsupportedError` if no client is silent."""
@@ -175,7 +152,7 @@ class TinkerService:
         name = f"retired-{uuid.uuid4().hex[:8]}"
         asked = SaveWeights(model_id=model.model_id, seq_id=0, ttl_seconds=7 * 86_400)
         await self._save(model, "weights", name, asked)
-        await self._end(model, f"its client was silent for {silent_s:.0f} s, and another model needed its slot")
+        await model.end(f"its client was silent for {silent_s:.0f} s, and another model needed its slot")
 
     def _session(self, session_id: str) -> _Session:
         if session_id not in self._sessions:
@@ -225,7 +202,9 @@ class TinkerService:
             raise UnsupportedError(
                 "a LoRA always covers all linear layers of the decoder: train_mlp and train_attn must be true"
             )
-        model = self._models[model_id] = _Model(model_id, session_id, rank, user_metadata, OrderedCalls(self.futures))
+        model = self._models[model_id] = TinkerModel(
+            model_id, session_id, rank, user_metadata, OrderedCalls(self.futures)
+        )
 
         async def create() -> Result:
             try:
@@ -239,7 +218,7 @@ class TinkerService:
                     raise InvalidRequestError(f"session {session_id!r} has finished")
             except BaseException:
                 self._models.pop(model_id, None)
-                await self._end(model, "the model could not be created")
+                await model.end("the model could not be created")
                 raise
             if loaded is None:
                 return {"model_id": model_id, "type": "create_model"}
@@ -263,7 +242,7 @@ class TinkerService:
             "lora_rank": model.rank,
         }
 
-    def _model(self, model_id: str) -> _Model:
+    def _model(self, model_id: str) -> TinkerModel:
         model = self._models.get(model_id)
         if model is None:
             raise NotFoundError(
@@ -271,24 +250,6 @@ class TinkerService:
             )
         model.last_request_at = time.time()
         return model
-
-    @contextlib.contextmanager
-    def _training(self, model: _Model) -> Iterator[Training]:
-        """Yield the ranks of a model. If they have ended, raises an error that names the model's last saved state."""
-        training = model.training
-        if training is None:
-            raise InvalidRequestError(self._ended_text(model, f"model {model.model_id!r} has ended"))
-        try:
-            yield training
-        except WorkerDiedError as error:
-            model.training, model.end = None, "a trainer rank died"
-            raise WorkerDiedError(self._ended_text(model, str(error))) from error
-
-    def _ended_text(self, model: _Model, what: str) -> str:
-        why = f" ({model.end})" if model.end and model.end not in what else ""
-        if not model.last_saved:
-            return f"{what}{why}; its state was never saved"
-        return f"{what}{why}; create a model from its last saved state, {model.last_saved}"
 
     # --------------------------------------------------------------------------------------------------- training
 
@@ -307,9 +268,9 @@ class TinkerService:
             loss, checked = loss_named(loss_fn, settings)
             data = datums_of(request, vocab_size=self.backend.vocab_size, max_tokens=self.backend.max_model_len)
             check_inputs(data, loss_fn, loss)
-            with self._training(model) as training:
+            with model.ranks() as training:
                 result = await training.forward_backward(data, loss_fn, checked, forward_only=forward_only)
-            return output_message(result.logprobs, {"loss:sum": result.loss})
+            return output_message(result.logprobs, result.losses, {"loss:sum": result.loss})
 
         return model.calls.submit(request.seq_id, content, execute), model.model_id
 
@@ -323,7 +284,7 @@ class TinkerService:
                 settings = AdamParams.model_validate(asked.adam_params).settings()
             except pydantic.ValidationError as error:
                 raise InvalidRequestError(f"adam_params: {describe_problems(error, AdamParams)}") from error
-            with self._training(model) as training:
+            with model.ranks() as training:
                 return {"metrics": dict(await training.step(settings)), "type": "optim_step"}
 
         return model.calls.submit(asked.seq_id, content, execute)
@@ -346,7 +307,7 @@ class TinkerService:
                 path = await self._save(model, "sampler_weights", asked.path, asked)
                 return {"path": path, "type": "save_weights_for_sampler"}
             sampler_id = f"{model.session_id}:sample:{asked.sampling_session_seq_id}"
-            with self._training(model) as training:
+            with model.ranks() as training:
                 if asked.kind == "inflight":
                     await training.publish()
                     self.sampling.follow(sampler_id, model.session_id, model.model_id)
@@ -378,17 +339,17 @@ class TinkerService:
                     "load_state must be the first call of a model: use create_training_client_from_state instead"
                 )
             checkpoint = self.store.find(asked.path)
-            with self._training(model) as training:
+            with model.ranks() as training:
                 await training.load(checkpoint.path, optimizer=asked.optimizer)
             return {"path": asked.path, "model_id": model.model_id, "type": "load_weights"}
 
         return model.calls.submit(asked.seq_id, content, execute)
 
-    async def _save(self, model: _Model, kind: Kind, name: str, asked: SaveWeights) -> str:
+    async def _save(self, model: TinkerModel, kind: Kind, name: str, asked: SaveWeights) -> str:
         if asked.ttl_seconds is not None and not 1 <= asked.ttl_seconds <= MAX_TTL_S:
             raise InvalidRequestError(f"ttl_seconds must be from 1 to {MAX_TTL_S}, not {asked.ttl_seconds}")
         path = self.store.place(model.model_id, kind, name, overwrite=asked.overwrite)
-        with self._training(model) as training:
+        with model.ranks() as training:
             await training.save(path)
         expires_at = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
         facts = CheckpointFacts(self.backend.model_name, model.rank, time.time(), asked.user_metadata, expires_at)
