@@ -202,6 +202,7 @@ def test_losses_that_cannot_be_computed_are_refused_by_name(
         ("ppo", {"advantages": None}, "datum 0: loss_fn 'ppo' needs advantages"),
         ("ppo", {"mask": np.ones(2)}, "datum 0: loss_fn 'ppo' does not use mask"),
         ("ppo", {"target_tokens": np.ones((2, 3), int)}, "takes one target for each token"),
+        ("ppo", {"clip_low_threshold": np.ones((2, 3))}, r"clip_low_threshold has shape \[2, 3\], but target_tokens"),
         ("cross_entropy", {"weights": np.ones((2, 3))}, r"weights has shape \[2, 3\], but target_tokens \[2\]"),
     ],
 )

@@ -95,11 +95,26 @@ def test_load_state_works_as_the_first_call_of_a_model(service: tinker.ServiceCl
             after.append(continued(it))
         np.testing.assert_array_equal(*after)
         assert np.array_equal(after[0], further) == (name == "load_state_with_optimizer")
-        with refused("load_state must be the first call of a model"):
+        with refused("LoadWeights is not permitted with seq_id 6: load_state must be the first call of a model"):
             loaded[0].load_state(path).result(60)
         service.close("success").result(60)
         service = tinker.ServiceClient(base_url=sdk_server.url, api_key=KEY)
     service.close("success").result(60)
+
+
+def test_states_that_do_not_fit_a_model_are_refused(service: tinker.ServiceClient, sdk_server: TinkerServer) -> None:
+    client = new_model(service, sdk_server)
+    path = client.save_state("state").result(60).path
+    sampling = client.save_weights_for_sampler("state").result(60).path
+    for call, given, message in (
+        ("load_state", path, "has the LoRA rank 8, but the model has 4"),
+        ("load_state_with_optimizer", sampling, "it has no optimizer state"),
+    ):
+        other = new_model(service, sdk_server, rank=4)
+        with refused(message):
+            getattr(other, call)(given).result(60)
+        assert train(other)
+    assert train(client)
 
 
 def test_checkpoints_are_listed_overwritten_and_deleted(
@@ -153,8 +168,10 @@ def test_checkpoints_are_listed_overwritten_and_deleted(
     for gone in (path, two):
         with refused("there is no checkpoint"):
             service.create_training_client_from_state(gone).result(60)
-    with refused("there is no checkpoint"):
+    with pytest.raises(tinker.NotFoundError, match="there is no checkpoint"):
         rest.delete_checkpoint_from_tinker_path(path).result()
+    with pytest.raises(tinker.BadRequestError, match="weights/NAME or sampler_weights/NAME"):
+        rest.delete_checkpoint(client.model_id, "one").result()
     with refused("there is no training run"):
         rest.get_training_run("none").result()
 

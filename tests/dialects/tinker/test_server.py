@@ -71,8 +71,8 @@ def test_training_follows_adamw_and_samplers_serve_what_was_trained(client: Clie
     expected = forward_logprobs(load_reference(model), TOKENS[:1], TOKENS[1:])
     assert_close(logprobs.tolist(), expected)
     assert loss == pytest.approx(-sum(expected), rel=1e-5)
-    error, category = client.failure(made.begin_step())
-    assert "without a gradient" in error and category == "server"  # a forward leaves no gradient
+    assert made.step()["gradient_norm"] == 0.0  # a forward leaves no gradient
+    np.testing.assert_array_equal(made.forward_backward([datum()], forward_only=True)[0][0], logprobs)
     losses = []
     for _ in range(3):
         (logprobs,), loss = made.forward_backward([datum()])
@@ -279,12 +279,27 @@ def test_checkpoints_are_listed_loaded_and_deleted(client: Client) -> None:
     np.testing.assert_array_equal(*results)
     assert client.http.delete(f"/training_runs/{made.model_id}/checkpoints/weights/first").status_code == 204
     gone = client.http.delete(f"/training_runs/{made.model_id}/checkpoints/weights/first")
-    assert gone.status_code == 400 and "there is no checkpoint" in gone.json()["detail"]
+    assert gone.status_code == 404 and "there is no checkpoint" in gone.json()["detail"]
+    bare = client.http.delete(f"/training_runs/{made.model_id}/checkpoints/first")
+    assert bare.status_code == 400 and "weights/NAME or sampler_weights/NAME" in bare.json()["detail"]
     assert client.http.put(
         f"/training_runs/{made.model_id}/checkpoints/sampler_weights/first/ttl", json={"ttl_seconds": 60}
     ).json()
     kept = client.http.get("/checkpoints", params={"limit": 1}).json()
     assert kept["cursor"]["limit"] == 1 and len(kept["checkpoints"]) == 1
+
+
+def test_an_unloaded_model_leaves_its_place_to_another(client: Client) -> None:
+    one, other = client.create_model(8, 0), client.create_model(8, 1)
+    waiting = one.begin_forward_backward([datum()], seq_id=2)
+    made = client.retrieve(client.post("/unload_model", {"model_id": one.model_id, "type": "unload_model"}))
+    assert (made["type"], made["model_id"]) == ("unload_model", one.model_id)
+    for future in (one.begin_forward_backward([datum()], seq_id=1), waiting):
+        error, category = client.failure(future)
+        assert "has ended (it was unloaded); its state was never saved" in error and category == "user"
+    client.create_model(8, 2).forward_backward([datum()])
+    other.forward_backward([datum()])
+    assert other.step()["gradient_norm"] > 0
 
 
 @pytest.mark.parametrize(
@@ -299,6 +314,8 @@ def test_checkpoints_are_listed_loaded_and_deleted(client: Client) -> None:
             "sampling session 'none' does not exist",
         ),
         ("/weights_info", {"tinker_path": "tinker://a/b/c"}, 400, "is not the path of a checkpoint"),
+        ("/weights_info", {"tinker_path": "tinker://a/weights/c"}, 404, "there is no checkpoint"),
+        ("/unload_model", {"model_id": "none"}, 404, "there is no model"),
         ("/retrieve_future", {"request_id": "none"}, 410, "there is no future"),
         ("/forward", {}, 404, "POST /api/v1/forward"),
         ("/copy_weights", {}, 400, "this server has no projects"),

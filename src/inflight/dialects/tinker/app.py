@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from inflight.dialects.tinker import requests as wire
+from inflight.dialects.tinker.checkpoints import MissingCheckpointError
 from inflight.dialects.tinker.futures import FailedCall, GoneError
 from inflight.dialects.tinker.protobuf import CONTENT_TYPE
 from inflight.dialects.tinker.samplers import NotFoundError
@@ -52,7 +53,9 @@ CLIENT_CONFIG = {
 _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 _NO_ACCOUNTS = "this server has no accounts"
 _NO_PROJECTS = "this server has no projects"
+_NEEDS_KIND = "name a checkpoint by its kind too: weights/NAME or sampler_weights/NAME, as lists of checkpoints do"
 _REFUSED_ROUTES: tuple[tuple[str, str, str], ...] = (
+    ("DELETE", "/training_runs/{model_id}/checkpoints/{name}", _NEEDS_KIND),
     ("POST", f"{_CHECKPOINT}/publish", f"{_NO_ACCOUNTS}: all clients share its key, and with it every checkpoint"),
     ("DELETE", f"{_CHECKPOINT}/publish", f"{_NO_ACCOUNTS}: all clients share its key, and with it every checkpoint"),
     ("GET", f"{_CHECKPOINT}/external_weights_urls", "this server stores no weights elsewhere: copy them from its disk"),
@@ -119,6 +122,10 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
     async def create_model(request: Request) -> Response:
         asked, _ = await body_of(request, wire.CreateModel)
         return _future(service.create_model(asked))
+
+    async def unload_model(request: Request) -> Response:
+        asked, _ = await body_of(request, wire.OfModel)
+        return _future(service.unload_model(asked.model_id), asked.model_id)
 
     async def get_info(request: Request) -> Response:
         asked, _ = await body_of(request, wire.OfModel)
@@ -231,6 +238,7 @@ def create_app(service: TinkerService, *, token: str) -> Starlette:
         ("POST", "/session_heartbeat", heartbeat),
         ("POST", "/sessions/{session_id}/finish", finish_session),
         ("POST", "/create_model", create_model),
+        ("POST", "/unload_model", unload_model),
         ("POST", "/get_info", get_info),
         ("POST", "/forward_backward", forward_backward),
         ("POST", "/optim_step", numbered(wire.OptimStep, service.optim_step)),
@@ -287,7 +295,7 @@ def _guarded(handle: Handler, token: str, is_stopping: Callable[[], bool]) -> Ha
             return await handle(request)
         except _RefusedError as error:
             return _refusal(error.status, str(error))
-        except NotFoundError as error:
+        except (NotFoundError, MissingCheckpointError) as error:
             return _refusal(404, str(error))
         except InflightError as error:
             return _refusal(400, str(error))

@@ -19,8 +19,12 @@ from inflight.errors import CheckpointError, InvalidRequestError
 Kind = Literal["weights", "sampler_weights"]
 KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", re.ASCII)
 _FACTS = "tinker.json"
+
+
+class MissingCheckpointError(InvalidRequestError):
+    """No checkpoint has the path that a request names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,8 @@ class CheckpointStore:
         """
         if not _NAME.fullmatch(name):
             raise InvalidRequestError(
-                f"{name!r} cannot be the name of a checkpoint: use letters, digits, dots, underscores and hyphens"
+                f"{name!r} cannot be the name of a checkpoint: use at most 200 letters, digits, underscores, hyphens "
+                "and dots, and do not begin with a dot"
             )
         path = self._path(model_id, kind, name)
         if not overwrite and self._read(model_id, kind, name) is not None:
@@ -103,7 +108,10 @@ class CheckpointStore:
             raise CheckpointError(f"{_FACTS} cannot be written to {path}: {error.strerror}") from error
 
     def find(self, tinker_path: str) -> StoredCheckpoint:
-        """Return a checkpoint. Raises `InvalidRequestError` if there is none at the path."""
+        """Return a checkpoint.
+
+        Raises `MissingCheckpointError` if there is none at the path, and `InvalidRequestError` for an invalid path.
+        """
         model_id, _, rest = tinker_path.removeprefix("tinker://").partition("/")
         kind, _, name = rest.partition("/")
         if not tinker_path.startswith("tinker://") or kind not in KINDS or not _NAME.fullmatch(name):
@@ -113,7 +121,7 @@ class CheckpointStore:
             )
         found = self._read(model_id, KINDS[KINDS.index(kind)], name)
         if found is None:
-            raise InvalidRequestError(f"there is no checkpoint {tinker_path}")
+            raise MissingCheckpointError(f"there is no checkpoint {tinker_path}")
         return found
 
     def of_model(self, model_id: str) -> list[StoredCheckpoint]:

@@ -43,8 +43,9 @@ def check_inputs(data: Sequence[Datum], name: str, loss: TinkerLoss) -> None:
         several = datum.inputs[TARGETS].ndim == 2
         if several and not loss.takes_candidates:
             raise InvalidRequestError(f"datum {index}: loss_fn {name!r} takes one target for each token, not several")
-        for key in (*loss.inputs, WEIGHTS):
-            if key in given and datum.inputs[key].shape != datum.inputs[TARGETS].shape:
+        for key in (*loss.inputs, WEIGHTS, *THRESHOLDS):
+            of_datum = key in THRESHOLDS and key in given and datum.inputs[key].shape == (1,)
+            if key in given and not of_datum and datum.inputs[key].shape != datum.inputs[TARGETS].shape:
                 shapes = f"{list(datum.inputs[key].shape)}, but {TARGETS} {list(datum.inputs[TARGETS].shape)}"
                 raise InvalidRequestError(f"datum {index}: {key} has shape {shapes}: they must be equal")
 

@@ -15,7 +15,7 @@ import pydantic
 from inflight.base.tasks import finish_all
 from inflight.base.validation import describe_problems
 from inflight.dialects.tinker.backend import Backend
-from inflight.dialects.tinker.checkpoints import CheckpointFacts, CheckpointStore, Kind, iso_time
+from inflight.dialects.tinker.checkpoints import CheckpointFacts, CheckpointStore, Kind, StoredCheckpoint, iso_time
 from inflight.dialects.tinker.data import datums_of, output_message
 from inflight.dialects.tinker.futures import Futures, Result
 from inflight.dialects.tinker.losses import loss_named
@@ -175,9 +175,7 @@ class TinkerService:
         if asked.base_model is not None:
             check_base(self.backend, asked.base_model)
         _check_optimizer(asked.optimizer_config)
-        checkpoint = self.store.find(asked.path)
-        if checkpoint.kind != "weights" and asked.optimizer:
-            raise InvalidRequestError(f"{asked.path} is a checkpoint for sampling: it has no optimizer state")
+        checkpoint = self._checkpoint_to_load(asked)
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"
         loaded = (checkpoint.path, asked.optimizer, asked.path)
         return self._begin_model(
@@ -226,6 +224,16 @@ class TinkerService:
 
         model.created = self.futures.start(create)
         return model.created
+
+    def unload_model(self, model_id: str) -> str:
+        """Return the request id of a future that ends a model; calls that have not been executed fail."""
+        model = self._model(model_id)
+
+        async def execute() -> Result:
+            await model.end("it was unloaded")
+            return {"model_id": model_id, "status": "unloaded", "type": "unload_model"}
+
+        return self.futures.start(execute)
 
     def info(self, model_id: str) -> dict[str, Any]:
         """Return the information that clients request about a model."""
@@ -336,14 +344,26 @@ class TinkerService:
         async def execute() -> Result:
             if asked.seq_id != 1:
                 raise InvalidRequestError(
-                    "load_state must be the first call of a model: use create_training_client_from_state instead"
+                    f"LoadWeights is not permitted with seq_id {asked.seq_id}: load_state must be the first call of a "
+                    "model; use create_training_client_from_state instead"
                 )
-            checkpoint = self.store.find(asked.path)
+            checkpoint = self._checkpoint_to_load(asked)
+            if checkpoint.facts.lora_rank != model.rank:
+                raise InvalidRequestError(
+                    f"{asked.path} has the LoRA rank {checkpoint.facts.lora_rank}, but the model has {model.rank} (0 "
+                    "means that all weights are trained): use create_training_client_from_state instead"
+                )
             with model.ranks() as training:
                 await training.load(checkpoint.path, optimizer=asked.optimizer)
             return {"path": asked.path, "model_id": model.model_id, "type": "load_weights"}
 
         return model.calls.submit(asked.seq_id, content, execute)
+
+    def _checkpoint_to_load(self, asked: LoadWeights) -> StoredCheckpoint:
+        checkpoint = self.store.find(asked.path)
+        if checkpoint.kind != "weights" and asked.optimizer:
+            raise InvalidRequestError(f"{asked.path} is a checkpoint for sampling: it has no optimizer state")
+        return checkpoint
 
     async def _save(self, model: TinkerModel, kind: Kind, name: str, asked: SaveWeights) -> str:
         if asked.ttl_seconds is not None and not 1 <= asked.ttl_seconds <= MAX_TTL_S:
