@@ -119,6 +119,32 @@ def test_each_loss_has_the_value_of_its_formula(service: tinker.ServiceClient, s
             expected = 2 * formula(l_N, np.exp(l_N - q_N), a_N).sum()
             assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4), loss_fn
             np.testing.assert_allclose(logprobs_of(output)[1], l_N, atol=1e-5)
+            assert output.loss_fn_output_type == "scalar"
+            of_rows = np.concatenate([it["elementwise_loss"].to_numpy() for it in output.loss_fn_outputs])
+            np.testing.assert_allclose(of_rows, np.tile(formula(l_N, np.exp(l_N - q_N), a_N), 2), rtol=1e-3, atol=1e-5)
+            weights = np.arange(len(l_N)) % 2.0
+            masked = call([datum(weights=weights, **inputs)], loss_fn, settings).result(60)
+            expected = (weights * formula(l_N, np.exp(l_N - q_N), a_N)).sum()
+            assert masked.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4), loss_fn
+
+
+def test_a_step_without_data_is_one_with_a_gradient_of_zero(
+    service: tinker.ServiceClient, sdk_server: TinkerServer
+) -> None:
+    client, other = new_model(service, sdk_server), new_model(service, sdk_server)
+    assert client.optim_step(ADAM).result(60).metrics["gradient_norm"] == 0.0
+    np.testing.assert_array_equal(forward(client), forward(other))
+    for it in (client, other):
+        it.forward_backward([datum()], "cross_entropy")
+        it.optim_step(ADAM)
+    other.forward_backward([datum(weights=np.zeros(19))], "cross_entropy")
+    for it in (client, other):  # the moments of the step before move the weights
+        before = forward(it)
+        assert it.optim_step(ADAM).result(60).metrics["gradient_norm"] == 0.0
+        assert np.abs(forward(it) - before).max() > 1e-4
+    trained = forward(client)
+    assert client.optim_step(types.AdamParams(learning_rate=0.0)).result(60).metrics["gradient_norm"] == 0.0
+    np.testing.assert_array_equal(forward(client), trained)
 
 
 def weighted(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:

@@ -8,18 +8,24 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from inflight.base.tasks import TaskOwner
 from inflight.dialects.tinker.backend import ForwardResult, Training
-from inflight.dialects.tinker.data import Array, Datum
-from inflight.dialects.tinker.losses import LOSSES
+from inflight.dialects.tinker.data import TARGETS, Array, Datum
+from inflight.dialects.tinker.losses import LOSSES, WEIGHTS
 from inflight.dialects.tinker.packing import PackedData, loss_of_rows, micro_batch_of, rows_of_data, segment_of
 from inflight.errors import WorkerDiedError
 from inflight.run.ranks.channel import encode
 from inflight.run.ranks.group import TrainerGroup
 from inflight.run.ranks.messages import Accumulate, tensors_of
 from inflight.types import AdamSettings
+
+_NO_LOSS = (Datum((0,), {TARGETS: np.zeros(1, np.int64), WEIGHTS: np.zeros(1, np.float32)}),)
+"""Data with a gradient of 0, with which a step is taken if a client has sent no data. Workers refuse a step without a
+gradient, but Tinker's clients may skip the data of a step.
+"""
 
 
 class HostedTraining(Training):
@@ -39,6 +45,7 @@ class HostedTraining(Training):
         """Held while servers receive weights, so that a publish does not miss a server that is about to receive older
         ones.
         """
+        self._has_gradient = False
         self._failure: WorkerDiedError | None = None
         self._owner = TaskOwner()
         self._publish = publish
@@ -67,6 +74,7 @@ class HostedTraining(Training):
             frames.append(encode(request, _tensors(of_share)))
         with self._calling():
             answers = await self.trainers.accumulate(frames)
+        self._has_gradient |= not forward_only
         logprobs: dict[int, Array] = {}
         losses: dict[int, Array] = {}
         for answer, of_share, parts in zip(answers, batches, packed, strict=True):
@@ -76,10 +84,13 @@ class HostedTraining(Training):
                 losses_TK = loss_of_rows(it, logprobs_TK, loss, settings)
                 logprobs.update(zip(part, rows_of_data(of_part, logprobs_TK), strict=True))
                 losses.update(zip(part, rows_of_data(of_part, losses_TK), strict=True))
-        of_data = ([of[i] for i in range(len(data))] for of in (logprobs, losses))
-        return ForwardResult(*of_data, sum(answer.loss for answer in answers))
+        logprobs_of_data, losses_of_data = ([of[i] for i in range(len(data))] for of in (logprobs, losses))
+        return ForwardResult(logprobs_of_data, losses_of_data, sum(answer.loss for answer in answers))
 
     async def step(self, settings: AdamSettings) -> Mapping[str, float]:
+        if not self._has_gradient:
+            await self.forward_backward(_NO_LOSS, "cross_entropy", {}, forward_only=False)
+        self._has_gradient = False  # a step that fails discards the gradient too
         with self._calling():
             stepped = await self.trainers.step(settings)
         return {"gradient_norm": stepped.gradient_norm, "learning_rate": stepped.learning_rate}
