@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.dialects.tinker.server import KEY, Client, Model, TinkerServer, response_of, tokens_of
+from tests.dialects.tinker.server import KEY, Client, Model, TinkerServer, output_of, response_of, tokens_of
 from tests.engine.reference import assert_close, forward_logprobs, load_reference
 from tests.gates import wait_until
 from tests.models import make_model
@@ -248,6 +248,35 @@ def test_two_models_are_trained_independently_and_a_third_is_refused(client: Cli
     body = {"session_id": client.session_id, "model_seq_id": 2, "base_model": "tiny"}
     error, category = client.failure(client.post("/create_model", body))
     assert "this server trains at most 2 at a time" in error and "--models" in error and category == "user"
+
+
+def test_models_beyond_the_number_in_training_take_turns_and_learn_as_if_alone(
+    server: TinkerServer, client: Client
+) -> None:
+    batches = [datum(), datum(tuple(range(100, 130)))]
+    parked = server.directory / "parked"
+
+    def learned(models: list[Model]) -> list[Any]:
+        """Logprobs after two steps; between the calls of one model come those of the others."""
+        for batch in batches:
+            for call in (lambda it: it.begin_forward_backward([batch]), lambda it: it.begin_step()):  # noqa: B023
+                for future in [call(it) for it in models]:
+                    client.retrieve(future)
+        found = [it.begin_forward_backward([datum()], forward_only=True) for it in models]
+        return [output_of(client.retrieve(it))[0][0] for it in found]
+
+    alone = client.create_model(8)
+    (expected,) = learned([alone])
+    client.retrieve(client.post("/unload_model", {"model_id": alone.model_id}))
+    models = [client.create_model(8, number) for number in range(1, 5)]
+    assert len(list(parked.iterdir())) == 2
+    for logprobs in learned(models):
+        np.testing.assert_array_equal(logprobs, expected)
+    assert len(list(parked.iterdir())) == 2
+    client.post(f"/sessions/{client.session_id}/finish", {"reason": {"type": "success"}})
+    assert not list(parked.iterdir())
+    error, category = client.failure(models[0].begin_step())
+    assert "has ended (its session has finished)" in error and category == "user"
 
 
 def test_checkpoints_are_listed_loaded_and_deleted(client: Client) -> None:

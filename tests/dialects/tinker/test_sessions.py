@@ -12,7 +12,13 @@ import pytest
 
 from inflight.dialects.tinker import service as service_module
 from inflight.dialects.tinker.futures import FailedCall
-from inflight.dialects.tinker.requests import CreateModel, CreateSamplingSession, CreateSession, OptimStep
+from inflight.dialects.tinker.requests import (
+    CreateModel,
+    CreateSamplingSession,
+    CreateSession,
+    OptimStep,
+    SaveWeightsForSampler,
+)
 from inflight.dialects.tinker.samplers import NotFoundError
 from inflight.dialects.tinker.service import TinkerService
 from tests.gates import until
@@ -54,6 +60,9 @@ class _Model:
     async def save(self, path: Path) -> None:
         await asyncio.to_thread(path.mkdir, parents=True)
 
+    async def publish(self) -> int:
+        return 1
+
     async def aclose(self) -> None:
         self.is_closed = True
 
@@ -80,6 +89,9 @@ def test_the_model_of_a_silent_client_makes_room_and_its_state_is_kept_for_a_wee
 
         _, first = await created()
         assert first["type"] == "create_model"
+        inflight = {"sampling_session_seq_id": 0, "kind": "inflight"}  # so that it is not parked instead
+        followed = SaveWeightsForSampler(model_id=first["model_id"], seq_id=1, **cast(Any, inflight))
+        assert await service.futures.retrieve(service.save_for_sampler(followed, b""))
         _, refused = await created()
         assert isinstance(refused, FailedCall) and "this server trains at most 1 at a time" in refused.error
         monkeypatch.setattr(service_module, "SILENT_S", 0.0)
@@ -89,7 +101,7 @@ def test_the_model_of_a_silent_client_makes_room_and_its_state_is_kept_for_a_wee
         (kept,) = service.store.of_model(first["model_id"])
         assert kept.facts.expires_at is not None
         assert kept.facts.expires_at - time.time() == pytest.approx(7 * 86_400, abs=60)
-        step = OptimStep(model_id=first["model_id"], seq_id=1, adam_params={})
+        step = OptimStep(model_id=first["model_id"], seq_id=2, adam_params={})
         ended = await service.futures.retrieve(service.optim_step(step, b""))
         assert isinstance(ended, FailedCall)
         assert f"create a model from its last saved state, {kept.tinker_path}" in ended.error

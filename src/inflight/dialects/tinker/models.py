@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from inflight.dialects.tinker.backend import Training
+from inflight.dialects.tinker.backend import ForwardResult, Training
+from inflight.dialects.tinker.data import Datum
 from inflight.dialects.tinker.ordering import OrderedCalls
 from inflight.errors import InvalidRequestError, WorkerDiedError
+
+MAX_KEPT_TOKENS = 1 << 24
+"""Number of tokens whose gradients can be computed again when a model is unparked. A model with more of them since its
+last step is not parked.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,7 +33,15 @@ class TinkerModel:
     user_metadata: Mapping[str, Any] | None
     calls: OrderedCalls
     training: Training | None = None
-    """The model's ranks; None until they are ready, and after the model has ended."""
+    """The model's ranks; None until they are ready, while the model is parked, and after it has ended."""
+    parked: Path | None = None
+    """The checkpoint of a model whose ranks have ended to make room for another model, and which will continue."""
+    is_parking: bool = False
+    """Whether its state is being saved to park it; calls must wait until it is parked."""
+    is_followed: bool = False
+    """Whether samplers follow the model's weights; such a model is not parked, because servers would lose them."""
+    num_running: int = 0
+    """Number of calls that use the ranks."""
     last_saved: str = ""
     """The path of the model's last saved state."""
     end_reason: str = ""
@@ -32,6 +49,13 @@ class TinkerModel:
     created: str = ""
     """The request id of the future that creates the model."""
     last_request_at: float = field(default_factory=time.time)
+    _since_step: list[tuple[Sequence[Datum], str, Mapping[str, float]]] = field(default_factory=list)
+    """The arguments of each ``forward_backward`` since the last step, because a checkpoint contains no gradients."""
+    _num_tokens_since_step: int = 0
+
+    @property
+    def can_be_parked(self) -> bool:
+        return not self.is_followed and self._num_tokens_since_step <= MAX_KEPT_TOKENS
 
     @contextlib.contextmanager
     def ranks(self) -> Iterator[Training]:
@@ -46,9 +70,55 @@ class TinkerModel:
                 self.training, self.end_reason = None, "a trainer rank died"
             raise WorkerDiedError(self._ended_text(str(error))) from error
 
+    async def forward_backward(
+        self, training: Training, data: Sequence[Datum], loss_fn: str, settings: Mapping[str, float]
+    ) -> ForwardResult:
+        """Compute a loss, and accumulate its gradient."""
+        result = await training.forward_backward(data, loss_fn, settings, forward_only=False)
+        self._num_tokens_since_step += sum(len(datum.token_ids) for datum in data)
+        if self._num_tokens_since_step <= MAX_KEPT_TOKENS:
+            self._since_step.append((data, loss_fn, settings))
+        else:
+            self._since_step.clear()
+        return result
+
+    def forget_gradient(self) -> None:
+        """Record that the ranks have no gradient, after a step or a failed step."""
+        self._since_step.clear()
+        self._num_tokens_since_step = 0
+
+    async def park(self, path: Path) -> None:
+        """Save the model's state to ``path``, and end its ranks. If the state cannot be saved, nothing changes."""
+        self.is_parking = True
+        try:
+            with self.ranks() as training:
+                await training.save(path)
+            if self.training is training:  # otherwise the model has ended meanwhile
+                self.training, self.parked = None, path
+                await training.aclose()
+        finally:
+            self.is_parking = False
+
+    async def unpark(self, training: Training) -> None:
+        """Continue with new ranks, which receive the state and the gradient that the model had when it was parked."""
+        assert self.parked is not None
+        await training.load(self.parked, optimizer=True)
+        for data, loss_fn, settings in self._since_step:
+            await training.forward_backward(data, loss_fn, settings, forward_only=False)
+        if self.parked is None:
+            raise InvalidRequestError(self._ended_text(f"model {self.model_id!r} has ended"))
+        self.training = training
+        await self._remove_parked()
+
+    async def _remove_parked(self) -> None:
+        parked, self.parked = self.parked, None
+        if parked is not None:
+            await asyncio.to_thread(shutil.rmtree, parked, ignore_errors=True)
+
     async def end(self, why: str) -> None:
         """End the model's ranks. Later calls fail, and name the first reason."""
         training, self.training, self.end_reason = self.training, None, self.end_reason or why
+        await self._remove_parked()
         if training is not None:
             await training.aclose()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from inflight.dialects.tinker.requests import (
     SaveWeightsForSampler,
 )
 from inflight.dialects.tinker.samplers import NotFoundError, SamplingSessions, check_base
+from inflight.dialects.tinker.slots import ModelSlots
 from inflight.errors import InvalidRequestError, UnsupportedError
 
 IDLE_S = 1800.0
@@ -67,9 +68,9 @@ class TinkerService:
         self.futures = Futures()
         self.is_stopping = False
         """Whether the server refuses every further request."""
-        self._creating = asyncio.Lock()
         self._sessions: dict[str, _Session] = {}
         self._models: dict[str, TinkerModel] = {}
+        self._slots = ModelSlots(backend, self._models, directory / "parked", self._retire)
         self.sampling = SamplingSessions(backend, self.store, self.futures, directory / "snapshots")
 
     # --------------------------------------------------------------------------------------------------- sessions
@@ -136,23 +137,17 @@ class TinkerService:
         for model in [it for it in self._models.values() if it.session_id == session_id]:
             await model.end("its session has finished")
 
-    async def _make_room(self) -> None:
-        """If no slot is free, end the model of a silent client. Raises `UnsupportedError` if no client is silent."""
-        alive = [model for model in self._models.values() if model.training is not None]
-        if len(alive) < self.backend.max_models:
-            return
+    async def _retire(self, alive: Sequence[TinkerModel]) -> bool:
+        """End the model of a client that is silent for `SILENT_S`, and keep its state for a week."""
         model = min(alive, key=lambda it: self._sessions[it.session_id].last_heartbeat)
         silent_s = time.monotonic() - self._sessions[model.session_id].last_heartbeat
         if silent_s < SILENT_S:
-            raise UnsupportedError(
-                f"these models are in training: {', '.join(it.model_id for it in alive)}; this server trains at most "
-                f"{len(alive)} at a time (--models): close a client, or wait until one that ended without closing "
-                f"has been silent for {SILENT_S:g} s"
-            )
+            return False
         name = f"retired-{uuid.uuid4().hex[:8]}"
         asked = SaveWeights(model_id=model.model_id, seq_id=0, ttl_seconds=7 * 86_400)
         await self._save(model, "weights", name, asked)
         await model.end(f"its client was silent for {silent_s:.0f} s, and another model needed its slot")
+        return True
 
     def _session(self, session_id: str) -> _Session:
         if session_id not in self._sessions:
@@ -206,12 +201,10 @@ class TinkerService:
 
         async def create() -> Result:
             try:
-                async with self._creating:
-                    await self._make_room()
-                    training = await self.backend.create(model_id, rank, None if lora is None else lora.seed)
-                    model.training = training
+                await self._slots.start(model, None if lora is None else lora.seed)
                 if loaded is not None:
-                    await training.load(loaded[0], optimizer=loaded[1])
+                    async with self._slots.ranks(model) as training:
+                        await training.load(loaded[0], optimizer=loaded[1])
                 if session.is_finished:
                     raise InvalidRequestError(f"session {session_id!r} has finished")
             except BaseException:
@@ -276,8 +269,11 @@ class TinkerService:
             loss, checked = loss_named(loss_fn, settings)
             data = datums_of(request, vocab_size=self.backend.vocab_size, max_tokens=self.backend.max_model_len)
             check_inputs(data, loss_fn, loss)
-            with model.ranks() as training:
-                result = await training.forward_backward(data, loss_fn, checked, forward_only=forward_only)
+            async with self._slots.ranks(model) as training:
+                if forward_only:
+                    result = await training.forward_backward(data, loss_fn, checked, forward_only=True)
+                else:
+                    result = await model.forward_backward(training, data, loss_fn, checked)
             return output_message(result.logprobs, result.losses, {"loss:sum": result.loss})
 
         return model.calls.submit(request.seq_id, content, execute), model.model_id
@@ -292,8 +288,11 @@ class TinkerService:
                 settings = AdamParams.model_validate(asked.adam_params).settings()
             except pydantic.ValidationError as error:
                 raise InvalidRequestError(f"adam_params: {describe_problems(error, AdamParams)}") from error
-            with model.ranks() as training:
-                return {"metrics": dict(await training.step(settings)), "type": "optim_step"}
+            async with self._slots.ranks(model) as training:
+                try:
+                    return {"metrics": dict(await training.step(settings)), "type": "optim_step"}
+                finally:
+                    model.forget_gradient()
 
         return model.calls.submit(asked.seq_id, content, execute)
 
@@ -315,9 +314,10 @@ class TinkerService:
                 path = await self._save(model, "sampler_weights", asked.path, asked)
                 return {"path": path, "type": "save_weights_for_sampler"}
             sampler_id = f"{model.session_id}:sample:{asked.sampling_session_seq_id}"
-            with model.ranks() as training:
+            async with self._slots.ranks(model) as training:
                 if asked.kind == "inflight":
                     await training.publish()
+                    model.is_followed = True
                     self.sampling.follow(sampler_id, model.session_id, model.model_id)
                 else:
                     await self.sampling.keep_snapshot(sampler_id, model.session_id, training)
@@ -353,7 +353,7 @@ class TinkerService:
                     f"{asked.path} has the LoRA rank {checkpoint.facts.lora_rank}, but the model has {model.rank} (0 "
                     "means that all weights are trained): use create_training_client_from_state instead"
                 )
-            with model.ranks() as training:
+            async with self._slots.ranks(model) as training:
                 await training.load(checkpoint.path, optimizer=asked.optimizer)
             return {"path": asked.path, "model_id": model.model_id, "type": "load_weights"}
 
@@ -369,7 +369,7 @@ class TinkerService:
         if asked.ttl_seconds is not None and not 1 <= asked.ttl_seconds <= MAX_TTL_S:
             raise InvalidRequestError(f"ttl_seconds must be from 1 to {MAX_TTL_S}, not {asked.ttl_seconds}")
         path = self.store.place(model.model_id, kind, name, overwrite=asked.overwrite)
-        with model.ranks() as training:
+        async with self._slots.ranks(model) as training:
             await training.save(path)
         expires_at = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
         facts = CheckpointFacts(self.backend.model_name, model.rank, time.time(), asked.user_metadata, expires_at)

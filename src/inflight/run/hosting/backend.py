@@ -131,7 +131,7 @@ class HostedBackend(Backend):
             training = HostedTraining(
                 trainers,
                 publish=lambda it: self._pool.publish(model_id, it),
-                on_end=lambda it: self._end(model_id),
+                on_end=lambda it: self._end(model_id, it),
                 is_lora=rank > 0,
             )
             try:
@@ -157,9 +157,10 @@ class HostedBackend(Backend):
         train = self._config.train.model_copy(update={"lora": lora})
         return self._config.model_copy(update={"train": train})
 
-    def _end(self, model_id: str) -> None:
-        self._trainings.pop(model_id, None)
-        self._pool.forget(model_id)
+    def _end(self, model_id: str, training: HostedTraining) -> None:
+        if self._trainings.get(model_id) is training:  # otherwise the model has new ranks
+            del self._trainings[model_id]
+            self._pool.forget(model_id)
 
     def sampling_from(self, weights: Weights) -> AbstractAsyncContextManager[InferenceEndpoint]:
         return self._pool.serving(weights)

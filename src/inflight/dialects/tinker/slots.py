@@ -1,0 +1,97 @@
+"""Which models of a server of Tinker's API have ranks: at most as many as the backend can train at a time.
+
+Another model is parked: its state is on disk, and it receives ranks again when a client calls it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from inflight.dialects.tinker.backend import Backend, Training
+from inflight.dialects.tinker.models import TinkerModel
+from inflight.errors import InflightError, UnsupportedError
+
+
+class ModelSlots:
+    """The ranks of a server's models. Belongs to one event loop. Methods raise `InflightError`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        models: Mapping[str, TinkerModel],
+        directory: Path,
+        retire: Callable[[Sequence[TinkerModel]], Awaitable[bool]],
+    ) -> None:
+        self._backend = backend
+        self._models = models
+        self._directory = directory
+        shutil.rmtree(directory, ignore_errors=True)  # parked models end with their server
+        self._retire = retire
+        """Ends a model whose client no longer needs it, and returns whether there was one."""
+        self._moving = asyncio.Lock()
+        """Held while a model receives ranks."""
+        self._released = asyncio.Event()
+
+    async def start(self, model: TinkerModel, seed: int | None) -> None:
+        """Start the ranks of a new model."""
+        async with self._moving:
+            await self._make_room()
+            model.training = await self._backend.create(model.model_id, model.rank, seed)
+
+    @asynccontextmanager
+    async def ranks(self, model: TinkerModel) -> AsyncIterator[Training]:
+        """Yield the ranks of a model, which keeps them until the context is closed."""
+        if model.is_parking or model.parked is not None:
+            async with self._moving:
+                if model.parked is not None:
+                    await self._unpark(model)
+        model.num_running += 1
+        try:
+            with model.ranks() as training:
+                yield training
+        finally:
+            model.num_running -= 1
+            self._released.set()
+
+    async def _unpark(self, model: TinkerModel) -> None:
+        await self._make_room()
+        training = await self._backend.create(model.model_id, model.rank, None)
+        try:
+            await model.unpark(training)
+        except BaseException:
+            await training.aclose()
+            raise
+
+    async def _make_room(self) -> None:
+        """End or park a model if no slot is free. Raises `UnsupportedError` if no model can be parked."""
+        while True:
+            alive = [model for model in self._models.values() if model.training is not None]
+            if len(alive) < self._backend.max_models or await self._retire(alive):
+                return
+            candidates = [model for model in alive if model.can_be_parked]
+            if not candidates:
+                raise UnsupportedError(
+                    f"these models are in training: {', '.join(it.model_id for it in alive)}; this server trains at "
+                    f"most {len(alive)} at a time (--models), and a model that samplers of the kind 'inflight' "
+                    "follow keeps its place: close a client, or wait until one that ended without closing has been "
+                    "silent for a minute"
+                )
+            if idle := [model for model in candidates if not model.num_running]:
+                oldest = min(idle, key=lambda it: it.last_request_at)
+                await self._park(oldest)
+            else:
+                self._released.clear()
+                await self._released.wait()
+
+    async def _park(self, model: TinkerModel) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            await model.park(self._directory / uuid.uuid4().hex)
+        except InflightError:
+            if model.training is not None:  # otherwise the model has ended, and its slot is free
+                raise
