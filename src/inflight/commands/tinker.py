@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help=("maximum number of models in training at the same time (default: %(default)s)"),
+        help="number of models that have ranks at a time; further models take turns (default: %(default)s)",
     )
     parser.add_argument("--trainer", default="fsdp", help="trainer to use for the models (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="number of trainer ranks (default: %(default)s)")
@@ -61,7 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--directory",
         type=Path,
         default=Path("tinker"),
-        help="directory for checkpoints and logs; a restarted server finds its checkpoints there (default: ./tinker)",
+        help="directory for checkpoints and logs; a server that is started again finds its checkpoints there "
+        "(default: ./tinker)",
     )
     add_listen_arguments(parser, 8080)
     parser.add_argument(
@@ -111,7 +112,7 @@ def config_of(arguments: argparse.Namespace) -> RunConfig:
     }
     config = check_settings(RunConfig, with_overrides(settings, arguments.overrides), "options")
     num_cores = max(1, num_cores_here() // config.train.num_ranks)
-    load_worker_kind(config.train.trainer)  # a typo is reported now, not when a client creates a model
+    load_worker_kind(config.train.trainer)  # a typing error is reported now, not when a client creates a model
     config, defaults = with_model_defaults(config, model_shape(config.model.path).num_elements, num_cores)
     for text in defaults:
         print_progress(text)

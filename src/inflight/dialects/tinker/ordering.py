@@ -35,6 +35,8 @@ class OrderedCalls:
         self._futures = futures
         self._calls: dict[int, _Call] = {}
         self._num_forgotten = 0
+        self.num_open = 0
+        """Number of calls that have arrived and not ended."""
 
     def submit(self, seq_id: int, content: bytes, execute: Callable[[], Awaitable[Result]]) -> str:
         """Execute a call after the previous one; return the id of its future, which a repeated call shares.
@@ -60,11 +62,13 @@ class OrderedCalls:
                     await self._wait_for(before, seq_id)
                 return await execute()
             finally:
+                self.num_open -= 1
                 call.ended.set()
                 self._forget_before(seq_id - NUM_REMEMBERED)
 
         call.request_id, call.digest = self._futures.start(in_turn), digest
         call.arrived.set()
+        self.num_open += 1
         return call.request_id
 
     async def _wait_for(self, before: _Call, seq_id: int) -> None:

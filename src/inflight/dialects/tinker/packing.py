@@ -105,7 +105,7 @@ def loss_of(
 def loss_of_rows(packed: PackedData, logprobs_TK: Array, loss: TinkerLoss, settings: Mapping[str, float]) -> Array:
     """Return the loss of each row of a micro-batch, float32 [T, K]; it is 0 for rows that are not targets."""
     losses_TK = torch.zeros(logprobs_TK.shape)
-    found = _loss_of_targets(packed, torch.from_numpy(logprobs_TK), loss, settings)
+    found = _loss_of_targets(packed, torch.tensor(logprobs_TK), loss, settings)
     losses_TK[packed.batch.loss_mask_T] = found if loss.takes_candidates else found[:, None]
     return losses_TK.numpy()
 

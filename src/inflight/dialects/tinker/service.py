@@ -19,7 +19,7 @@ from inflight.dialects.tinker.checkpoints import CheckpointFacts, CheckpointStor
 from inflight.dialects.tinker.data import datums_of, output_message
 from inflight.dialects.tinker.futures import Futures, Result
 from inflight.dialects.tinker.losses import loss_named
-from inflight.dialects.tinker.models import TinkerModel
+from inflight.dialects.tinker.model_slots import ModelSlots
 from inflight.dialects.tinker.ordering import OrderedCalls
 from inflight.dialects.tinker.packing import check_inputs
 from inflight.dialects.tinker.protobuf import parse
@@ -36,7 +36,7 @@ from inflight.dialects.tinker.requests import (
     SaveWeightsForSampler,
 )
 from inflight.dialects.tinker.samplers import NotFoundError, SamplingSessions, check_base
-from inflight.dialects.tinker.slots import ModelSlots
+from inflight.dialects.tinker.tinker_model import TinkerModel
 from inflight.errors import InvalidRequestError, UnsupportedError
 
 IDLE_S = 1800.0

@@ -37,7 +37,9 @@ class TinkerModel:
     parked: Path | None = None
     """The checkpoint of a model whose ranks have ended to make room for another model, and which will continue."""
     is_parking: bool = False
-    """Whether its state is being saved to park it; calls must wait until it is parked."""
+    """Whether it is about to be parked; calls must wait until it has been."""
+    has_ranks_since: float = 0.0
+    """When the model received its ranks."""
     is_followed: bool = False
     """Whether samplers follow the model's weights; such a model is not parked, because servers would lose them."""
     num_running: int = 0
@@ -89,15 +91,11 @@ class TinkerModel:
 
     async def park(self, path: Path) -> None:
         """Save the model's state to ``path``, and end its ranks. If the state cannot be saved, nothing changes."""
-        self.is_parking = True
-        try:
-            with self.ranks() as training:
-                await training.save(path)
-            if self.training is training:  # otherwise the model has ended meanwhile
-                self.training, self.parked = None, path
-                await training.aclose()
-        finally:
-            self.is_parking = False
+        with self.ranks() as training:
+            await training.save(path)
+        if self.training is training:  # otherwise the model has ended meanwhile
+            self.training, self.parked = None, path
+            await training.aclose()
 
     async def unpark(self, training: Training) -> None:
         """Continue with new ranks, which receive the state and the gradient that the model had when it was parked."""
@@ -107,7 +105,7 @@ class TinkerModel:
             await training.forward_backward(data, loss_fn, settings, forward_only=False)
         if self.parked is None:
             raise InvalidRequestError(self._ended_text(f"model {self.model_id!r} has ended"))
-        self.training = training
+        self.training, self.has_ranks_since = training, time.monotonic()
         await self._remove_parked()
 
     async def _remove_parked(self) -> None:

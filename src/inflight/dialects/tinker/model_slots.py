@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from inflight.dialects.tinker.backend import Backend, Training
-from inflight.dialects.tinker.models import TinkerModel
+from inflight.dialects.tinker.tinker_model import TinkerModel
 from inflight.errors import InflightError, UnsupportedError
+
+_TURN_S = 30.0
+"""How long a model whose client keeps calling it keeps its ranks, in seconds, if another model waits for them."""
 
 
 class ModelSlots:
@@ -42,6 +46,7 @@ class ModelSlots:
         async with self._moving:
             await self._make_room()
             model.training = await self._backend.create(model.model_id, model.rank, seed)
+            model.has_ranks_since = time.monotonic()
 
     @asynccontextmanager
     async def ranks(self, model: TinkerModel) -> AsyncIterator[Training]:
@@ -56,7 +61,7 @@ class ModelSlots:
                 yield training
         finally:
             model.num_running -= 1
-            self._released.set()
+            asyncio.get_running_loop().call_soon(self._released.set)  # once the call has ended
 
     async def _unpark(self, model: TinkerModel) -> None:
         await self._make_room()
@@ -81,17 +86,31 @@ class ModelSlots:
                     "follow keeps its place: close a client, or wait until one that ended without closing has been "
                     "silent for a minute"
                 )
-            if idle := [model for model in candidates if not model.num_running]:
-                oldest = min(idle, key=lambda it: it.last_request_at)
-                await self._park(oldest)
+            if unused := [model for model in candidates if not (model.num_running or model.calls.num_open)]:
+                await self._park(min(unused, key=lambda it: it.last_request_at))
+                continue
+            model = min(candidates, key=lambda it: it.has_ranks_since)
+            remaining_s = model.has_ranks_since + _TURN_S - time.monotonic()
+            if remaining_s > 0:
+                await self._wait_for_release(remaining_s)
             else:
-                self._released.clear()
-                await self._released.wait()
+                await self._park(model)
 
     async def _park(self, model: TinkerModel) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
+        model.is_parking = True
         try:
+            while model.num_running:
+                await self._wait_for_release()
             await model.park(self._directory / uuid.uuid4().hex)
         except InflightError:
             if model.training is not None:  # otherwise the model has ended, and its slot is free
                 raise
+        finally:
+            model.is_parking = False
+
+    async def _wait_for_release(self, timeout_s: float | None = None) -> None:
+        self._released.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._released.wait()
