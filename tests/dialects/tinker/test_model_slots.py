@@ -24,6 +24,7 @@ class _Ranks:
         self.model_id = model_id
         self.num_steps = 0
         self.num_calls = 0
+        self.is_closed = False
         self.log = log
         self.may_save = asyncio.Event()
         self.may_save.set()
@@ -52,6 +53,7 @@ class _Ranks:
 
     async def aclose(self) -> None:
         assert not self.num_calls
+        self.is_closed = True
 
 
 class _Service:
@@ -60,12 +62,16 @@ class _Service:
     def __init__(self, directory: Path) -> None:
         self.log: list[str] = []
         self.ranks: list[_Ranks] = []
+        self.may_create = asyncio.Event()
+        self.may_create.set()
         backend = SimpleNamespace(model_name="tiny", model_dir=directory, max_models=1, create=self._create)
         self.service = TinkerService(cast(Any, backend), directory)
         self.session_id = self.service.create_session(CreateSession())
         self._numbers = itertools.count(1)
 
     async def _create(self, model_id: str, *_: Any) -> _Ranks:
+        self.log.append(f"create {model_id[-1]}")
+        await self.may_create.wait()
         self.ranks.append(_Ranks(model_id, self.log))
         return self.ranks[-1]
 
@@ -142,5 +148,25 @@ def test_a_model_that_ends_while_it_is_parked_makes_room(tmp_path: Path) -> None
         assert not parked[0].exists()
         failed = await served.retrieve(zero(2))
         assert "has ended (it was unloaded)" in failed.error
+
+    run(tmp_path, main)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_model_that_ends_while_it_receives_ranks_leaves_none(tmp_path: Path, is_new: bool) -> None:
+    async def main(served: _Service) -> None:
+        number = 2 if is_new else 0
+        zero = await served.model(0)
+        await served.model(1)
+        served.may_create.clear()
+        failing = served.begin_model(2) if is_new else zero(1)
+        await until(lambda: served.log[-1] == f"create {number}")
+        await served.retrieve(served.service.unload_model(f"{served.session_id}:train:{number}"))
+        served.may_create.set()
+        failed = await served.retrieve(failing)
+        assert "has ended" in failed.error and failed.category == "user"
+        assert [it.is_closed for it in served.ranks] == [True, True, True]
+        one = served.begin_model(3)
+        assert (await served.retrieve(one))["type"] == "create_model"
 
     run(tmp_path, main)

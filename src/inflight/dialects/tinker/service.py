@@ -205,8 +205,8 @@ class TinkerService:
                 if loaded is not None:
                     async with self._slots.ranks(model) as training:
                         await training.load(loaded[0], optimizer=loaded[1])
-                if session.is_finished:
-                    raise InvalidRequestError(f"session {session_id!r} has finished")
+                if session.is_finished or model.end_reason:
+                    raise InvalidRequestError(f"model {model_id!r} has ended before it was ready")
             except BaseException:
                 self._models.pop(model_id, None)
                 await model.end("the model could not be created")

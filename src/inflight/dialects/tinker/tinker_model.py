@@ -99,11 +99,11 @@ class TinkerModel:
 
     async def unpark(self, training: Training) -> None:
         """Continue with new ranks, which receive the state and the gradient that the model had when it was parked."""
-        assert self.parked is not None
-        await training.load(self.parked, optimizer=True)
-        for data, loss_fn, settings in self._since_step:
-            await training.forward_backward(data, loss_fn, settings, forward_only=False)
-        if self.parked is None:
+        if self.parked is not None:
+            await training.load(self.parked, optimizer=True)
+            for data, loss_fn, settings in self._since_step:
+                await training.forward_backward(data, loss_fn, settings, forward_only=False)
+        if self.end_reason:
             raise InvalidRequestError(self._ended_text(f"model {self.model_id!r} has ended"))
         self.training, self.has_ranks_since = training, time.monotonic()
         await self._remove_parked()
