@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
-from inflight.dialects.tinker import model_slots
+from inflight.dialects.tinker import model_slots, tinker_model
+from inflight.dialects.tinker.backend import ForwardResult
+from inflight.dialects.tinker.data import Datum
+from inflight.dialects.tinker.protobuf import messages
 from inflight.dialects.tinker.requests import CreateModel, CreateSession, OptimStep
 from inflight.dialects.tinker.service import TinkerService
 from tests.gates import until
@@ -37,6 +41,12 @@ class _Ranks:
         self.num_steps += 1
         self.log.append(self.model_id[-1])
         return {"num_steps": float(self.num_steps)}
+
+    async def forward_backward(self, data: Sequence[Datum], *_: Any, **options: bool) -> ForwardResult:
+        assert options == {"forward_only": False}
+        self.log.append("backward")
+        rows = [np.zeros(len(datum.token_ids)) for datum in data]
+        return ForwardResult(rows, rows, 0.0)
 
     async def save(self, path: Path) -> None:
         self.num_calls += 1
@@ -64,7 +74,14 @@ class _Service:
         self.ranks: list[_Ranks] = []
         self.may_create = asyncio.Event()
         self.may_create.set()
-        backend = SimpleNamespace(model_name="tiny", model_dir=directory, max_models=1, create=self._create)
+        backend = SimpleNamespace(
+            model_name="tiny",
+            model_dir=directory,
+            max_models=1,
+            vocab_size=100,
+            max_model_len=100,
+            create=self._create,
+        )
         self.service = TinkerService(cast(Any, backend), directory)
         self.session_id = self.service.create_session(CreateSession())
         self._numbers = itertools.count(1)
@@ -88,6 +105,17 @@ class _Service:
         return lambda step: self.service.optim_step(
             OptimStep(model_id=model_id, seq_id=step, adam_params={}), b"%d" % step
         )
+
+    def begin_backward(self, number: int, step: int) -> str:
+        request = messages().ForwardBackwardRequest(
+            model_id=f"{self.session_id}:train:{number}", seq_id=step, loss_fn="cross_entropy"
+        )
+        datum = request.data.add()
+        datum.model_input.add().encoded_text.tokens = np.array([1, 2], "<i4").tobytes()
+        targets = datum.loss_fn_inputs["target_tokens"]
+        targets.dense, targets.dtype = np.array([2, 3], "<i8").tobytes(), 2
+        targets.shape.append(2)
+        return self.service.forward_backward(request.SerializeToString())[0]
 
 
 def run(directory: Path, main: Callable[[_Service], Awaitable[None]]) -> None:
@@ -168,5 +196,30 @@ def test_a_model_that_ends_while_it_receives_ranks_leaves_none(tmp_path: Path, i
         assert [it.is_closed for it in served.ranks] == [True, True, True]
         one = served.begin_model(3)
         assert (await served.retrieve(one))["type"] == "create_model"
+
+    run(tmp_path, main)
+
+
+def test_a_gradient_is_computed_again_unless_it_is_of_too_many_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tinker_model, "MAX_KEPT_TOKENS", 4)
+
+    async def main(served: _Service) -> None:
+        zero = await served.model(0)
+        for step in (1, 2):
+            assert isinstance(await served.retrieve(served.begin_backward(0, step)), bytes)
+        await served.model(1)
+        served.log.clear()
+        third = await served.retrieve(served.begin_backward(0, 3))
+        assert isinstance(third, bytes)
+        assert served.log == ["save 1", "create 0", "backward", "backward", "backward"]
+        refused = await served.retrieve(served.begin_model(2))
+        assert "have a gradient of more than" in refused.error and refused.category == "user"
+        await served.retrieve(zero(4))
+        assert (await served.retrieve(served.begin_model(3)))["type"] == "create_model"
+        served.log.clear()
+        await served.retrieve(zero(5))
+        assert served.log == ["save 3", "create 0", "0"]
 
     run(tmp_path, main)

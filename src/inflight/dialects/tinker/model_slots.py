@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from inflight.dialects.tinker.backend import Backend, Training
-from inflight.dialects.tinker.tinker_model import TinkerModel
+from inflight.dialects.tinker.tinker_model import MAX_KEPT_TOKENS, TinkerModel
 from inflight.errors import InflightError, UnsupportedError
 
 _TURN_S = 30.0
@@ -82,9 +82,9 @@ class ModelSlots:
             if not candidates:
                 raise UnsupportedError(
                     f"these models are in training: {', '.join(it.model_id for it in alive)}; this server trains at "
-                    f"most {len(alive)} at a time (--models), and a model that samplers of the kind 'inflight' "
-                    "follow keeps its place: close a client, or wait until one that ended without closing has been "
-                    "silent for a minute"
+                    f"most {len(alive)} at a time (--models), and these keep their place, because samplers of the kind "
+                    f"'inflight' follow them or they have a gradient of more than {MAX_KEPT_TOKENS} tokens: close a "
+                    "client, or wait until one that ended without closing has been silent for a minute"
                 )
             if unused := [model for model in candidates if not (model.num_running or model.calls.num_open)]:
                 await self._park(min(unused, key=lambda it: it.last_request_at))
