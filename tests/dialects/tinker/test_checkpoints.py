@@ -38,3 +38,20 @@ def test_only_the_name_of_an_expired_checkpoint_is_free(tmp_path: Path) -> None:
     save(store, "a", overwrite=True)
     store.delete_expired()
     assert [it.name for it in store.of_model("model")] == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_name"),
+    [
+        *((name, True) for name in ("0000", "_a", "-a", "a.b-c_1", "x" * 200)),
+        *((name, False) for name in ("", ".", "..", ".a", "a/b", "a b", "été", "x" * 201)),
+    ],
+)
+def test_names_of_checkpoints_are_plain_names_of_files(tmp_path: Path, name: str, is_name: bool) -> None:
+    store = CheckpointStore(tmp_path)
+    if is_name:
+        save(store, name)
+        assert store.find(f"tinker://model/weights/{name}").name == name
+    else:
+        with pytest.raises(InvalidRequestError, match="use at most 200 letters, digits, underscores, hyphens and dots"):
+            save(store, name)
