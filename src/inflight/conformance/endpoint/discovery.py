@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.aftermath import require_right_logprobs, until_running
 from inflight.conformance.endpoint.subject import ENCODINGS, STORES, EndpointSubject
@@ -16,6 +17,7 @@ from inflight.wire import (
     PROTOCOL_VERSION,
     DirectorySpec,
     EndpointState,
+    GenerateRequest,
     GenerateResponse,
     HttpFileSpec,
     InFlightPolicy,
@@ -31,6 +33,8 @@ _NUM_REQUESTS = 40
 _MOST_COMPLETIONS = 16
 """Maximum number of completions of each request. An endpoint that can run more sequences than all of these together is
 not filled."""
+_LARGEST_N = 1024
+"""The largest n that a request may have."""
 _SOON_S = 5.0
 
 
@@ -40,6 +44,8 @@ async def constant_capabilities(subject: EndpointSubject) -> None:
     change."""
     first = await subject.endpoint.capabilities()
     await subject.generate()
+    if subject.missing("updates") is None and {"gloo", "nccl"} & set(first.transports):
+        await subject.publisher.publish(subject.reference.weights)
     for asked in (subject.capabilities, await subject.endpoint.capabilities()):
         changed = [name for name, value in first if value != getattr(asked, name)]
         require(not changed, f"the capabilities changed from one call to the next: {', '.join(changed)}")
@@ -224,6 +230,13 @@ async def state_at_rest(subject: EndpointSubject) -> None:
     words = f"while {num_requests} requests with n={num_each} ran, num_running was at most {largest}"
     require(largest == num_each * num_requests, words)
     await until_running(subject, 0, _SOON_S, "after the last answer, sequences were still reported as running")
+    if subject.capabilities.streaming:
+        request = subject.request(max_tokens=subject.remaining_tokens(), seed=77, stream=True)
+        reading = subject.begin(_read(subject, request))
+        await until_running(
+            subject, 1, _SOON_S, "while a stream ran, another number of sequences was reported as running"
+        )
+        await cancel_and_wait(reading)
 
 
 @check("E-08", deadline_s=60)
@@ -253,6 +266,15 @@ async def more_than_fit(subject: EndpointSubject) -> None:
         if request in (requests[0], requests[-1]):
             for completion in response.completions[-2:]:
                 require_right_logprobs(subject, request, completion, "a request beyond those that fit")
+    if reported < _LARGEST_N:
+        request = subject.request(n=reported + 1, max_tokens=4)
+        lengths = [len(it.token_ids) for it in (await subject.endpoint.generate(request)).completions]
+        require(lengths == [4] * request.sampling.n, f"n={request.sampling.n} of 4 tokens have the lengths {lengths}")
+
+
+async def _read(subject: EndpointSubject, request: GenerateRequest) -> None:
+    async for _ in subject.streaming.generate_stream(request):
+        pass
 
 
 async def _largest_num_running(subject: EndpointSubject, answers: asyncio.Future[list[GenerateResponse]]) -> int:

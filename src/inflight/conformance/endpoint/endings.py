@@ -4,13 +4,13 @@ length limit)."""
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import product
 from typing import Any
 
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import require_right_logprobs
-from inflight.conformance.endpoint.repeats import least_common
+from inflight.conformance.endpoint.repeats import least_common, require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import distribution
 from inflight.errors import InvalidRequestError
@@ -24,6 +24,8 @@ _DEFAULT_TOKENS = 40
 """More tokens than the default of max_tokens in any engine; OpenAI's default is 16."""
 _NUM_COMPARED = 6
 """Number of completions with an end-of-sequence token whose logprobs are compared."""
+_STOP_LENGTHS = (2, 4, 3, 2)
+"""Number of tokens of the stop string of each case."""
 _MOST_SEEDS = 40
 """Number of completions that are searched for a place at which to stop."""
 
@@ -43,6 +45,28 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
         num_stopped += _require_ended(found, ends, 24, f"stop tokens {list(stop)}")
         require_right_logprobs(subject, request, found, "a completion with stop tokens")
     _require_most_stopped(subject, num_stopped, _NUM_CASES)
+    first = free.token_ids[0]
+    found = await subject.generate(prompt, max_tokens=24, stop_token_ids=(first,), **same)
+    _require_ended(found, [i for i, token in enumerate(found.token_ids) if token == first], 24, f"stop token {first}")
+    await require_each_stopped(subject, seed=19)
+
+
+async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
+    """Require that each completion of a request ends at its own first stop token, and is unchanged up to there."""
+    asked: dict[str, Any] = {"n": _NUM_CASES, "max_tokens": 24, **subject.repeatable(seed)}
+    free = (await subject.endpoint.generate(subject.request(**asked))).completions
+    # The first completion stops late and the last one early, unless they contain each other's tokens.
+    stop = tuple(it.token_ids[20 - 6 * i] for i, it in enumerate(free))
+    found = (await subject.endpoint.generate(subject.request(**asked, stop_token_ids=stop))).completions
+    pairs = []
+    for whole, one in zip(free, found, strict=True):
+        what = f"stop tokens {list(stop)}, completion {one.index} of {len(free)}"
+        _require_ended(one, [i for i, token in enumerate(one.token_ids) if token in stop], 24, what)
+        num = next((i + 1 for i, token in enumerate(whole.token_ids) if token in stop), 24)
+        pairs.append(
+            (one, whole.model_copy(update={"token_ids": whole.token_ids[:num], "logprobs": whole.logprobs[:num]}))
+        )
+    require_repeated(subject, pairs, f"{len(free)} completions with and without stop tokens")
 
 
 @check("E-20", "model", deadline_s=60)
@@ -57,7 +81,8 @@ async def stop_strings(subject: EndpointSubject) -> None:
     for seed in range(_MOST_SEEDS):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
         free = await subject.generate(prompt, max_tokens=48, **same)
-        if (stop := text_of_two(tokenizer, free.token_ids)) is None:
+        num = _STOP_LENGTHS[num_cases]
+        if (stop := plain_text(tokenizer, free.token_ids, num, is_cut=num_cases == _NUM_CASES - 1)) is None:
             continue
         num_cases += 1
         try:
@@ -72,9 +97,40 @@ async def stop_strings(subject: EndpointSubject) -> None:
         if num_cases == _NUM_CASES:
             break
     if not num_cases:
-        skip(f"{_MOST_SEEDS} completions contain no two tokens of plain text to stop at")
+        skip(f"{_MOST_SEEDS} completions contain no adjacent tokens of plain text to stop at")
     _require_most_stopped(subject, num_stopped, num_cases)
+    await _require_stopped_at_once(subject, tokenizer)
+    await _require_each_stopped_by_text(subject, tokenizer)
     await _require_prompt_ignored(subject, tokenizer)
+
+
+async def _require_stopped_at_once(subject: EndpointSubject, tokenizer: Any) -> None:
+    """Require that a completion ends at its first token if that contains a stop string."""
+    for seed in range(_MOST_SEEDS):
+        prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
+        free = await subject.generate(prompt, max_tokens=2, **same)
+        stop = tokenizer.decode([free.token_ids[0]])
+        if stop.isascii() and stop.isprintable() and stop.strip() == stop != "":
+            found = await subject.generate(prompt, max_tokens=8, stop=(stop,), **same)
+            _require_ended(
+                found, _completing(tokenizer, stop, found), 8, f"stop string {stop!r}, the first token's text"
+            )
+            return
+
+
+async def _require_each_stopped_by_text(subject: EndpointSubject, tokenizer: Any) -> None:
+    """Require that each completion of a request ends at its own first stop string."""
+    asked: dict[str, Any] = {"n": _NUM_CASES, "max_tokens": 48}
+    for seed in range(_MOST_SEEDS):
+        same = subject.repeatable(seed)
+        *_, last = (await subject.endpoint.generate(subject.request(**asked, **same))).completions
+        if (stop := plain_text(tokenizer, last.token_ids, 2)) is None:
+            continue
+        request = subject.request(**asked, stop=(stop,), **same)
+        for one in (await subject.endpoint.generate(request)).completions:
+            what = f"stop string {stop!r}, completion {one.index} of {_NUM_CASES}"
+            _require_ended(one, _completing(tokenizer, stop, one), 48, what)
+        return
 
 
 async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> None:
@@ -82,7 +138,7 @@ async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> N
     for seed in range(_MOST_SEEDS):
         prompt = subject.prompt(seed=seed)
         free = (await subject.generate(prompt, max_tokens=32, temperature=0.0)).token_ids
-        if (stop := text_of_two(tokenizer, free)) is None:
+        if (stop := plain_text(tokenizer, free, 2)) is None:
             continue
         cut = next(i for i in range(len(free)) if stop in tokenizer.decode(list(free[: i + 1])))
         for start, where in ((cut, "begins at the end of the prompt"), (cut + 1, "is the end of the prompt")):
@@ -144,6 +200,11 @@ async def no_max_tokens(subject: EndpointSubject) -> None:
     filled = await subject.generate(prompt, max_tokens=None)
     subject.note(prompt=len(prompt), room=num_tokens, tokens=len(filled.token_ids))
     _require_ended(filled, [], num_tokens, "max_tokens=None and ignore_eos=true")
+    if subject.capabilities.streaming:
+        stream = subject.streaming.generate_stream(subject.request(prompt, max_tokens=None, stream=True))
+        num_streamed = sum([len(chunk.token_ids) async for chunk in stream])
+        words = f"with max_tokens=None and room for {num_tokens} tokens, a stream carried {num_streamed}"
+        require(num_streamed == num_tokens, words)
     ended = await subject.generate(prompt, max_tokens=None, ignore_eos=False)
     require(
         ended.finish_reason == "stop" or len(ended.token_ids) == num_tokens,
@@ -190,26 +251,42 @@ def _require_most_stopped(subject: EndpointSubject, num_stopped: int, num_cases:
     )
 
 
-def text_of_two(tokenizer: Any, token_ids: tuple[int, ...]) -> str | None:
-    """Return a text of two adjacent tokens that does not occur earlier in the completion, or None if there is none."""
+def plain_text(tokenizer: Any, token_ids: Sequence[int], num: int, *, is_cut: bool = False) -> str | None:
+    """Return the text of ``num`` adjacent tokens that does not occur earlier in a completion, or None if there is none.
+
+    With ``is_cut``, the text begins and ends within its first and last token, if these have several characters.
+    """
     special = set(tokenizer.all_special_ids)
-    for i in range(3, len(token_ids) - 1):
-        if special & set(token_ids[: i + 2]):
+    for i in range(3, len(token_ids) - num + 1):
+        if special & set(token_ids[: i + num]):
             return None
-        pieces = [tokenizer.decode([token]) for token in token_ids[i : i + 2]]
-        text = tokenizer.decode(list(token_ids[i : i + 2]))
+        pieces = [tokenizer.decode([token]) for token in token_ids[i : i + num]]
+        text = tokenizer.decode(list(token_ids[i : i + num]))
         is_plain = all(piece.isascii() and piece.isprintable() and piece == piece.strip() and piece for piece in pieces)
-        before, after = (tokenizer.decode(list(token_ids[:stop])) for stop in (i + 1, i + 2))
-        if is_plain and text == "".join(pieces) and text not in before and text in after:
+        if not is_plain or text != "".join(pieces):
+            continue
+        if is_cut:
+            text = text[len(pieces[0]) > 1 : len(text) - (len(pieces[-1]) > 1)]
+        before, after = (tokenizer.decode(list(token_ids[:stop])) for stop in (i + num - 1, i + num))
+        if text not in before and text in after:
             return str(text)
     return None
 
 
 def prompt_near_the_end(subject: EndpointSubject) -> tuple[tuple[int, ...], float, float]:
     """Return a prompt and a temperature at which the next token probably ends the sequence, and that probability."""
-    ids = sorted(subject.reference.eos_token_ids & set(range(subject.capabilities.vocab_size)))
-    if not ids:
+    if not (ids := known_ids(subject, subject.reference.eos_token_ids)):
         skip("the checkpoint names no token that ends a sequence")
+    return prompt_before(subject, ids)
+
+
+def known_ids(subject: EndpointSubject, ids: Collection[int]) -> list[int]:
+    """Return those of these ids that are in the endpoint's vocabulary, in order."""
+    return sorted(token for token in ids if token < subject.capabilities.vocab_size)
+
+
+def prompt_before(subject: EndpointSubject, ids: Sequence[int]) -> tuple[tuple[int, ...], float, float]:
+    """Return a prompt and a temperature at which the next token is probably one of ``ids``, and that probability."""
     prompts = [subject.prompt(8, seed=seed) for seed in range(24)]
     prompts += [(*prompt, ids[0]) for prompt in prompts[:4]] + [(*prompt, ids[0], ids[0]) for prompt in prompts[:4]]
     candidates = []

@@ -8,10 +8,10 @@ from typing import Any
 
 from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.endpoint.endings import prompt_near_the_end, text_of_two
+from inflight.conformance.endpoint.endings import plain_text, prompt_near_the_end
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.wire import ChatCompletion, ChatCompletionChunk, Completion, CompletionChunk, VersionSpan
+from inflight.wire import ChatCompletion, ChatCompletionChunk, ChatMessage, Completion, CompletionChunk, VersionSpan
 
 LEVEL = "tokens"
 
@@ -33,6 +33,8 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
         if choice.token_ids == completion.token_ids:
             words = f"chat ended with {choice.finish_reason!r}, generate with {completion.finish_reason!r}"
             require(choice.finish_reason == completion.finish_reason, words)
+    await _require_chat_stopped(subject, chat, drawn)
+    await _require_whole_chat(subject, chat)
     num_completion = sum(len(choice.token_ids) for choice in choices)
     counts = (len(chat.prompt_token_ids), num_completion, len(chat.prompt_token_ids) + num_completion)
     usage = (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens)
@@ -44,6 +46,37 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
             text = tokenizer.decode(list(given.token_ids), skip_special_tokens=True)
             content = given.message.content
             require(content == text, f"the message is {content!r}, but its tokens decode to {text!r}")
+
+
+async def _require_whole_chat(subject: EndpointSubject, chat: ChatCompletion) -> None:
+    """Require that all messages of a chat are rendered: earlier ones change its token ids."""
+    request = subject.chat_request(max_tokens=1)
+    rendered = {chat.prompt_token_ids}
+    for first, second in (("Name two lakes.", "Yes."), ("Name two peaks.", "Yes."), ("Name two peaks.", "No.")):
+        earlier = ChatMessage(role="user", content=first), ChatMessage(role="assistant", content=second)
+        longer = request.model_copy(update={"messages": (*earlier, *request.messages)})
+        rendered.add((await subject.endpoint.chat_completion(longer)).prompt_token_ids)
+    require(len(rendered) == 4, f"4 chats that end with the same message have {len(rendered)} different prompts")
+
+
+async def _require_chat_stopped(subject: EndpointSubject, chat: ChatCompletion, drawn: dict[str, Any]) -> None:
+    """Require that stop strings and the temperature end and change a chat completion as they do in generate."""
+    if not (stops := _plain_pairs(chat)):
+        return
+    request = subject.chat_request(n=4, max_tokens=24, stop=stops, **drawn)
+    stopped = await subject.endpoint.chat_completion(request)
+    as_ids = subject.request(chat.prompt_token_ids).model_copy(update={"sampling": request.sampling()})
+    generated = await subject.endpoint.generate(as_ids)
+    what = f"chat and generate, with the stop strings {list(stops)}"
+    require_repeated(subject, zip(_choices(stopped), generated.completions, strict=True), what)
+
+
+def _plain_pairs(chat: ChatCompletion) -> tuple[str, ...]:
+    """Return a stop string of two plain characters from the text of each choice that contains one."""
+    texts = [it.message.content for it in chat.choices]
+    pairs = ([text[i : i + 2] for i in range(4, len(text) - 1)] for text in texts)
+    plain = [[pair for pair in of if pair.isascii() and pair.isprintable() and " " not in pair] for of in pairs]
+    return tuple(of[0] for of in plain if of)
 
 
 @check("E-24", "streaming", deadline_s=40)
@@ -59,13 +92,15 @@ async def stream_is_generate(subject: EndpointSubject) -> None:
     cases: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
         "with stop tokens": (subject.prompt(), {"stop_token_ids": stops, "max_tokens": 24}),
         "of one token": (subject.prompt(), {"max_tokens": 1}),
+        "under top_k": (subject.prompt(), {"top_k": 4, "max_tokens": 24}),
+        "under top_p": (subject.prompt(), {"top_p": 0.6, "max_tokens": 24}),
     }
     if subject.known_reference is not None and subject.known_reference.eos_token_ids:
         prompt, temperature, _ = prompt_near_the_end(subject)
         at_eos = {"temperature": temperature, "ignore_eos": False, "max_tokens": 24}
         cases["with an end of sequence"] = (prompt, at_eos if subject.capabilities.seeds else {**at_eos, **same})
     if subject.known_reference is not None and (tokenizer := subject.known_reference.tokenizer) is not None:
-        words = tuple(filter(None, (text_of_two(tokenizer, it.token_ids) for it in whole.completions)))
+        words = tuple(filter(None, (plain_text(tokenizer, it.token_ids, 2) for it in whole.completions)))
         if words:
             cases["with stop strings"] = (subject.prompt(), {"stop": words, "max_tokens": 24})
     for what, (prompt, sampling) in cases.items():
@@ -95,10 +130,7 @@ async def chat_stream_is_chat(subject: EndpointSubject) -> None:
     """A chat stream carries the tokens and the text of a chat completion."""
     same = {"n": 4, "max_tokens": 24, **subject.repeatable(7)}
     whole = await _require_chat_streamed(subject, same)
-    texts = [it.message.content for it in whole.choices]
-    pairs = ([text[i : i + 2] for i in range(4, len(text) - 1)] for text in texts)
-    plain = [[pair for pair in of if pair.isascii() and pair.isprintable() and " " not in pair] for of in pairs]
-    if stops := tuple(of[0] for of in plain if of):
+    if stops := _plain_pairs(whole):
         await _require_chat_streamed(subject, {**same, "stop": stops})
 
 

@@ -13,6 +13,7 @@ import torch
 
 from inflight.base.tasks import run_together
 from inflight.conformance.checks import check, fail, look_at, require
+from inflight.conformance.endpoint.endings import require_each_stopped
 from inflight.conformance.endpoint.filters import logprob_bounds
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
@@ -134,8 +135,8 @@ async def seeds(subject: EndpointSubject) -> None:
     is_coarse = subject.rounding > 0 and subject.capabilities.vocab_size > _LARGE_VOCABULARY
     sampling = {"max_tokens": 16, "temperature": 0.3 if is_coarse else 1.0}
 
-    async def drawn(offset: int) -> list[Completion]:
-        return [await subject.generate(subject.prompt(seed=i), seed=offset + i, **sampling) for i in range(4)]
+    async def drawn(offset: int, sign: int = 1) -> list[Completion]:
+        return [await subject.generate(subject.prompt(seed=i), seed=offset + sign * i, **sampling) for i in range(4)]
 
     first = await drawn(0)
     require_repeated(subject, zip(first, await drawn(0), strict=True), "with the same seed")
@@ -148,6 +149,9 @@ async def seeds(subject: EndpointSubject) -> None:
         same = sum(one.token_ids == another.token_ids for one, another in zip(first, other, strict=True))
         words = f"with the seeds from {offset} on, {same} of {len(first)} completions are those of the seeds from 0 on"
         require(same == 0, words)
+    negated = zip(first[1:], (await drawn(0, -1))[1:], strict=True)
+    same = sum(one.token_ids == another.token_ids for one, another in negated)
+    require(same == 0, f"{same} of {len(first) - 1} completions are the same with the negated seed")
 
 
 @check("E-18", "seeds", deadline_s=60, look_at="how the seed of completion i is derived from the request's")
@@ -169,6 +173,7 @@ async def several_completions(subject: EndpointSubject) -> None:
     unseeded = {completion.token_ids for completion in await drawn(4, None)}
     again = unseeded & {completion.token_ids for completion in four}
     require(not again, "without a seed, a seeded completion was returned")
+    await require_each_stopped(subject, seed=12)
 
 
 @check("E-28", look_at="a default seed, or a cache of answers")

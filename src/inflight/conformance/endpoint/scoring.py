@@ -26,6 +26,8 @@ LEVEL = "tokens"
 _NUM_TOKENS, _SEEN = 24, 48
 """Lengths of scored sequences. The second one is that of sequences that were seen before, and fills pages of 16
 tokens."""
+_LONGER = 300
+"""Length of a scored sequence that is longer than a window, chunk or page of most engines."""
 _TOP_K, _NUM_CANDIDATES = 5, 3
 _FEW, _MOVED = 8, 0.75
 """Rounding may change all scored tokens too much if there are fewer than `_FEW`, and otherwise at most the share
@@ -47,6 +49,8 @@ async def scores(subject: EndpointSubject) -> None:
     starts = sorted({1, 2, num_tokens // 2, num_tokens - 1})
     requests = [_request(subject, token_ids, start) for start in starts]
     requests.append(_request(subject, (token_ids[0],) * num_tokens, 1))
+    longer = subject.prompt(min(_LONGER, subject.context_len - 1), seed=23)
+    requests += [_request(subject, longer, start) for start in sorted({1, max(1, len(longer) - 6)})]
     for request, response in zip(requests, await _scored(subject, requests), strict=True):
         _require_scores(subject, subject.reference.weights, request, response, f"from token {request.start} on")
     await asyncio.gather(*(task for _, task in running))
@@ -129,7 +133,11 @@ async def refused_scores(subject: EndpointSubject) -> None:
     request = _plain(subject, subject.prompt(), 1).model_copy(update={"top_k": can.max_top_k + 1})
     refusals = (UnsupportedError, InvalidRequestError)  # the latter where no message may ask for so many
     await subject.require_raises(_endpoint(subject).score(request), refusals, f"top_k {can.max_top_k + 1}")
-    if not can.candidates:
+    if can.candidates:
+        request = _plain(subject, (1, 2), 1).model_copy(update={"candidates": ((3, can.vocab_size),)})
+        what = f"candidate {can.vocab_size} in a vocabulary of {can.vocab_size}"
+        await subject.require_raises(_endpoint(subject).score(request), InvalidRequestError, what)
+    else:
         request = _plain(subject, (1, 2), 1).model_copy(update={"candidates": ((3,),)})
         await subject.require_raises(_endpoint(subject).score(request), UnsupportedError, "candidates")
     await subject.require_state(EndpointState.READY, "after the refusals")

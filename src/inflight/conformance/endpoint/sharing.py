@@ -14,6 +14,8 @@ _BLOCK = 64
 """Length of the blocks that prompts share: a multiple of the page size of engines, unless pages are very large."""
 _EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65)
 """Lengths of prefixes that are sent after the whole prompt. Pages end at or next to these lengths."""
+_STEPS = (128, 256, 1 << 16)
+"""Differences of ids that have the same lowest bits, which a narrow integer keeps."""
 _NUM_TOKENS = 4
 
 
@@ -42,6 +44,10 @@ async def shared_blocks(subject: EndpointSubject) -> None:
         "the tokens of a block in another order": (*reversed(first), *third),
         "another token in the middle of a block": (*first[:middle], *other, *first[middle + 1 :], *third),
     }
+    for step in _STEPS:
+        if 2 * step <= subject.capabilities.vocab_size:
+            moved = tuple(token - step if token >= step else token + step for token in first)
+            cases[f"another first block, whose ids differ by {step}"] = (*moved, *third)
     for length in _EDGES:
         if length < 2 * block:
             cases[f"the first {length} tokens"] = cases["a prompt"][:length]

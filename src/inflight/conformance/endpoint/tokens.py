@@ -23,6 +23,16 @@ _GONE_S = 5.0
 """Maximum time from a caller's disconnection until no part of its request is running, in seconds."""
 _MOST_COMPLETIONS = 1024
 _MAX_SLOTS = 256
+_MIXED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"top_k": 2},
+    {"top_p": 0.4},
+    {"temperature": 1.5},
+    {"min_p": 0.3},
+    {"top_k": 40},
+    {},
+)
+"""Sampling parameters of requests that run at once."""
 _LONG, _SHORT = 512, 4
 """Number of tokens of the requests that fill the endpoint, and of the additional request."""
 _ADMITTED_S = 0.2
@@ -98,6 +108,32 @@ async def refusals(subject: EndpointSubject) -> None:
     subject.note(running=num, served_again=len(again.completions[0].token_ids))
     require(len(again.completions[0].token_ids) == 4, "an id whose request had ended was not served again")
     await _require_id_is_free(subject, request.request_id, "a request that did not fit was refused")
+    if subject.capabilities.streaming:
+        request = subject.request(max_tokens=subject.remaining_tokens(), seed=77, stream=True)
+        reader = subject.begin(_read(subject, request))
+        await until_running(subject, 1, _FIRST_S, "a stream was not the only request that ran")
+        twice = subject.request(max_tokens=4).model_copy(update={"request_id": request.request_id})
+        await subject.require_raises(subject.endpoint.generate(twice), refusal, "the id of a stream, used again,")
+        require(not reader.done(), "a stream ended when its id was used again")
+        await cancel_and_wait(reader)
+    await _require_waiting_id_in_use(subject)
+
+
+async def _require_waiting_id_in_use(subject: EndpointSubject) -> None:
+    """Require that the id of a request that waits for a slot cannot be used again, and that the request is answered."""
+    num_slots = subject.capabilities.max_concurrent_sequences
+    if num_slots > _MAX_SLOTS:
+        return
+    others = await subject.start_running(1, n=2 * num_slots)
+    waiting = subject.request(max_tokens=_SHORT)
+    answer = subject.begin(subject.endpoint.generate(waiting))
+    await asyncio.sleep(_ADMITTED_S)
+    if not answer.done():
+        call = subject.endpoint.generate(waiting.model_copy())
+        await subject.require_raises(call, InvalidRequestError, "the id of a request that waits, used again,")
+    await cancel_and_wait(*(task for _, task in others))
+    num = len((await answer).completions[0].token_ids)
+    require(num == _SHORT, f"a request whose id was used again while it waited has {num} of {_SHORT} tokens")
 
 
 @check("E-25", deadline_s=60)
@@ -143,6 +179,18 @@ async def neighbours(subject: EndpointSubject) -> None:
         require(gap <= subject.tolerance, words)
     subject.note(**{f"largest logprob difference of {len(answered)} concurrent requests": largest})
     require_repeated(subject, zip(alone, crowded, strict=True), "alone and among others")
+    await _require_own_sampling(subject)
+
+
+async def _require_own_sampling(subject: EndpointSubject) -> None:
+    """Require that requests at once are each sampled as they ask, although they ask for different sampling."""
+    asked = _MIXED if subject.capabilities.seeds else _MIXED[:1]
+    requests = [subject.request(subject.prompt(seed=i), max_tokens=16, seed=i, **it) for i, it in enumerate(asked)]
+    again = [subject.request(it.prompt_token_ids, max_tokens=16, seed=i, **asked[i]) for i, it in enumerate(requests)]
+    alone = [(await subject.endpoint.generate(request)).completions[0] for request in requests]
+    responses = await asyncio.gather(*(subject.endpoint.generate(request) for request in again))
+    pairs = [(one, response.completions[0]) for one, response in zip(alone, responses, strict=True)]
+    require_repeated(subject, pairs, "alone and among requests with other sampling parameters")
 
 
 async def _require_idle(subject: EndpointSubject, call: str) -> None:

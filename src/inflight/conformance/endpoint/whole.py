@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.endings import known_ids, prompt_before
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.wire import Completion, GenerateRequest
 
@@ -30,6 +31,9 @@ _COMPLETIONS, _TOKENS = 16, 32
 _PROMPT_LENGTH = 128
 _DRAW_S = 15.0
 """After this many seconds, a slow endpoint may stop with fewer tokens."""
+_NUM_SPECIAL, _MOST_DRAWS, _DRAWS_PER_REQUEST = 24, 2048, 128
+"""Expected number of special tokens, if that takes at most so many draws. A correct sampler draws none of them with a
+probability of e to the power of minus this number."""
 _DOUBT = 0.05
 """Share of the requested distribution mixed into that of each default, so that no single token rules out a default."""
 
@@ -80,6 +84,34 @@ async def nothing_unasked(subject: EndpointSubject) -> None:
         f"{num_tokens} tokens that were requested without any filter are drawn as if {name} were in force: they are "
         f"likelier then by {gains[name]:.1f} nats; {largest:.1f} occur by chance in {_FALSE_ALARM:g} of all runs",
     )
+    await _require_special_tokens_drawn(subject)
+
+
+async def _require_special_tokens_drawn(subject: EndpointSubject) -> None:
+    """Require that special tokens are drawn, also as the first token of a completion."""
+    tokenizer = subject.reference.tokenizer
+    ends = subject.reference.eos_token_ids
+    special = set() if tokenizer is None else set(tokenizer.all_special_ids) - ends
+    for name, among in (("tokens that end a sequence", ends), ("other special tokens", special)):
+        if not (ids := known_ids(subject, among)):
+            continue
+        prompt, temperature, likelihood = prompt_before(subject, ids)
+        num_draws = math.ceil(_NUM_SPECIAL / max(likelihood, 1e-9))
+        subject.note(**{f"likelihood of {name}": likelihood})
+        if num_draws > subject.pace.shortened(_MOST_DRAWS):
+            continue  # too unlikely for their absence to prove anything
+        drawn, started = 0, time.monotonic()
+        sampling: dict[str, Any] = {"max_tokens": 1, "temperature": temperature, "ignore_eos": False, "seed": None}
+        for _ in range(0, num_draws, _DRAWS_PER_REQUEST):
+            request = subject.request(prompt, n=_DRAWS_PER_REQUEST, **sampling)
+            completions = (await subject.endpoint.generate(request)).completions
+            drawn += sum(completion.token_ids[0] in ids for completion in completions)
+            if drawn or time.monotonic() - started > _DRAW_S / 2:
+                break
+        else:
+            require(
+                drawn, f"none of {num_draws} first tokens is one of the {name}, although {_NUM_SPECIAL} are expected"
+            )
 
 
 def _gains(
