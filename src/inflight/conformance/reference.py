@@ -97,14 +97,14 @@ class ReferenceCheckpoint:
             raise ConfigError(f"cannot determine which tensor of {str(self.path)!r} is the final norm: {names}")
         return names[0]
 
-    def with_final_norm(self, factor: float, label: str) -> ReferenceWeights:
-        """Return weights whose logits are ``factor`` times as large: exactly, if ``factor`` is plus or minus a power of
-        two.
+    def with_final_norm(self, factor: float, label: str, of: ReferenceWeights | None = None) -> ReferenceWeights:
+        """Return weights whose logits are ``factor`` times those of the checkpoint, or of the weights ``of``: exactly,
+        if ``factor`` is plus or minus a power of two.
 
         Keys and values are unchanged, because the scaled norm comes after every layer.
         """
         offset = 1.0 if self.config.get_text_config().model_type.startswith("gemma") else 0.0
-        tensors = dict(self.weights.tensors)
+        tensors = dict((of or self.weights).tensors)
         norm = tensors[self.final_norm]
         tensors[self.final_norm] = (factor * (norm.double() + offset) - offset).to(norm.dtype)
         return ReferenceWeights(label, tensors)

@@ -6,18 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require, skip
+from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import within
+from inflight.conformance.endpoint.waiting import until, within
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen, distribution
 from inflight.contracts import InferenceEndpoint
-from inflight.wire import Completion, GenerateRequest, InFlightPolicy, VersionSpan
+from inflight.wire import Completion, CompletionChunk, GenerateRequest, InFlightPolicy, VersionSpan
 
 LEVEL = "caches"
 _PREFIX_LENGTH = 64
@@ -27,6 +28,8 @@ _LONG_LENGTH = 1100
 _GROUP = 4
 _SHARED_LENGTH = 330
 """Length of the prefix that several clients share: engines cache prefixes in pages of up to 256 tokens."""
+_MOST_SLOTS, _NUM_TOKENS_OF_A_GROUP = 64, 80
+"""Maximum number of slots that a check fills with completions of one request, and the length of these."""
 _NUM_RUNNING = 2
 _NUM_TOKENS_OF_A_CLIENT = 300
 """Number of tokens of each request that runs while weights change."""
@@ -158,6 +161,49 @@ async def held_prefix(subject: EndpointSubject) -> None:
         await within(_ENDS_S, begun, f"a request whose prompt was being computed when an update under {policy} arrived")
         what = f"after an update under {policy}, a prompt that was being computed when it arrived"
         await _require_fresh(subject, (*computed, 0), turns[i], what)
+        if num_slots <= _MOST_SLOTS and subject.capabilities.streaming:
+            await _require_late_completions_fresh(subject, policy, turns[(i + 1) % 2])
+
+
+async def _require_late_completions_fresh(
+    subject: EndpointSubject, policy: InFlightPolicy, weights: ReferenceWeights
+) -> None:
+    """Require that completions that wait for a slot during an update use nothing of those that run with their prompt.
+
+    Another request keeps a slot until the update is over; all other slots sample completions when it comes, so that no
+    prompt is being computed.
+    """
+    num_slots, prompt = subject.capabilities.max_concurrent_sequences, subject.prompt(40, seed=35)
+    for length in subject.lengths(_NUM_TOKENS_OF_A_GROUP):
+        ((_, blocking),) = await subject.start_running(1)
+        request = subject.request(prompt, n=num_slots + 1, max_tokens=length, seed=36, stream=True)
+        chunks: list[CompletionChunk] = []
+        reading = subject.begin(_read(subject, request, chunks))
+        what = f"fewer than {num_slots - 1} of {num_slots + 1} completions began"
+        await until(lambda: len(_begun(chunks)) >= num_slots - 1, _ENDS_S, what, [reading])  # noqa: B023
+        begun = _begun(chunks)
+        await subject.publisher.publish(weights, in_flight=policy)
+        await cancel_and_wait(blocking)
+        await within(2 * _ENDS_S, reading, f"a stream of {num_slots + 1} completions")
+        waited = [assembled(i, [it for it in chunks if it.index == i]) for i in range(num_slots + 1) if i not in begun]
+        version = subject.publisher.version
+        late = [it for it in waited if [span.version for span in it.version_spans] == [version]]
+        if late:
+            break
+    subject.note(**{f"completions that waited during an update under {policy}": len(late)})
+    for completion in late:
+        gap = subject.gap(weights, request, completion)
+        words = f"a completion that waited during an update under {policy}, while others of its request ran,"
+        require(gap <= subject.tolerance, f"{words} has logprobs that differ by up to {gap:.3g} from a fresh start")
+
+
+def _begun(chunks: Sequence[CompletionChunk]) -> set[int]:
+    return {chunk.index for chunk in chunks if chunk.token_ids}
+
+
+async def _read(subject: EndpointSubject, request: GenerateRequest, chunks: list[CompletionChunk]) -> None:
+    async for chunk in subject.streaming.generate_stream(request):
+        chunks.append(chunk)
 
 
 async def _require_fresh(
@@ -319,7 +365,7 @@ async def _require_fresh_second_turn(subject: EndpointSubject, policy: InFlightP
     await _require_fresh(subject, turn, after, f"a second turn of a request that ran through an update under {policy}")
 
 
-async def _until_sampling(clients: Sequence[InferenceEndpoint], running: Sequence[asyncio.Task[None]]) -> None:
+async def _until_sampling(clients: Sequence[InferenceEndpoint], running: Sequence[asyncio.Task[Any]]) -> None:
     """Return once requests are being decoded. An adapter may count only its own client's requests."""
     while running and not any([(await client.weight_version()).num_running for client in clients]):
         for task in running:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.endpoint.aftermath import require_all_whole, require_old_weights, require_serving
+from inflight.conformance.endpoint.aftermath import (
+    require_all_sampled_from,
+    require_all_whole,
+    require_old_weights,
+    require_serving,
+)
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import SLACK_S
+from inflight.conformance.endpoint.waiting import GRACE_S, SLACK_S
 from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 
 LEVEL = "control"
@@ -25,12 +30,16 @@ async def second_request_refused(subject: EndpointSubject) -> None:
     """While an update is open, every other request_weight_update is refused, and the open update can be completed."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other)
+    waiting = subject.start(1, 16)
     for version, what in ((update.version + 1, "a later version"), (update.version, "the same version again")):
         second = publisher.announcement(other, version=version)
         call = subject.endpoint.request_weight_update(second)
         await subject.require_refused(call, f"while an update is open, {what}")
         await require_open(subject, update, f"after {what} was refused")
+    await asyncio.sleep(GRACE_S)
+    require(not waiting[0][1].done(), "a request was answered during a pause, after another update was refused")
     await publisher.complete(update, other)
+    await require_all_sampled_from(subject, other, waiting, "a request that waited while another update was refused")
     await subject.require_serves(other, "after the first update was committed")
 
 
@@ -96,6 +105,8 @@ async def foreign_run(subject: EndpointSubject) -> None:
     second = subject.another_publisher()
     await refused(second, "a run that does not own the group")
     await second.form_group()
+    owner = (await subject.endpoint.weight_version()).owner_run_id
+    require(owner == second.run_id, f"run {second.run_id!r} has formed the group, but {owner!r} is reported as owner")
     await refused(publisher, "the run that owned the group before")
     await require_old_weights(subject, "after updates of other runs were refused")
     answer, run_id = await second.publish(other), second.run_id
@@ -114,6 +125,9 @@ async def repeated_abort(subject: EndpointSubject) -> None:
     wrong = update.ref.model_copy(update={"version": update.version + 1})
     await subject.require_refused(endpoint.abort_weight_update(wrong), "an abort of another version")
     await require_open(subject, update, "after an abort of another version was refused")
+    wrong = update.ref.model_copy(update={"run_id": f"{update.run_id}-2"})
+    await subject.require_refused(endpoint.abort_weight_update(wrong), "an abort of another run")
+    await require_open(subject, update, "after an abort of another run was refused")
     for what in ("an abort", "the same abort again"):
         require_serving(await publisher.abort(update), publisher.version, what)
     await require_old_weights(subject, "after an update was aborted twice")
@@ -128,13 +142,15 @@ async def lease(subject: EndpointSubject) -> None:
     """When its lease expires, a pause ends on its own, with the old weights; every message of the update renews the
     lease."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
-    update = await publisher.request(other, lease_s=_LEASE_S, bucket_bytes=other.size_bytes // 2)
-    for index in range(len(update.buckets)):
+    for staged in (False, True) if subject.capabilities.staging else (False,):
+        options = {"staged": staged, "lease_s": _LEASE_S, "bucket_bytes": other.size_bytes // 2}
+        update = await publisher.request(other, **options)
+        for index in range(len(update.buckets)):
+            await asyncio.sleep(_PAUSE_S)
+            await publisher.send(update, other, index)
         await asyncio.sleep(_PAUSE_S)
-        await publisher.send(update, other, index)
-    await asyncio.sleep(_PAUSE_S)
-    await publisher.commit(update)
-    await publisher.publish(subject.reference.weights)
+        await publisher.commit(update)
+        await publisher.publish(subject.reference.weights)
 
     update = await publisher.request(other, lease_s=_LEASE_S)
     waiting = subject.start(1, 16)

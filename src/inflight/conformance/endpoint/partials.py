@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import until_running
@@ -15,10 +16,18 @@ from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.tokens import fill_slots
 from inflight.conformance.endpoint.versions import check_spans, publish_next
-from inflight.conformance.endpoint.waiting import SLACK_S, until, within
+from inflight.conformance.endpoint.waiting import GRACE_S, SLACK_S, until, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.rollouts import continuation, joined
-from inflight.wire import AbortRequests, Completion, CompletionChunk, GenerateRequest, GenerateResponse, VersionSpan
+from inflight.wire import (
+    AbortRequests,
+    Completion,
+    CompletionChunk,
+    GenerateRequest,
+    GenerateResponse,
+    InFlightPolicy,
+    VersionSpan,
+)
 from inflight.wire import check_spans as spans_cover
 
 LEVEL = "partials"
@@ -32,6 +41,7 @@ _NUM_LATE = 8
 """How many of these may be missing: an engine drops the results of the steps that are in flight when the abort
 arrives."""
 _NUM_TRIES = 4
+_PAUSING = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
 _MEANWHILE = 12
 """Number of tokens of another request, which is sampled to let time pass between two events."""
 _REPORTED_S = 1.0
@@ -161,6 +171,10 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
         SLACK_S, subject.aborting.abort_requests(_named(several)), "abort_requests of a request that has ended"
     )
     await _until_at_most(subject, 2)
+    await _abort_several(subject, "never-asked-for")
+    await _abort_half_done(subject)
+    if subject.missing("updates") is None:
+        await _abort_during_a_pause(subject)
     for request, task in ((other, answer), (similar, answers[0])):
         (completion,) = (
             await within(_WHOLE_S, task, "a request with an id similar to that of an aborted one")
@@ -168,6 +182,61 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
         require(completion.finish_reason == "length", f"a request that was not aborted: {completion.finish_reason}")
         subject.require_sampled_from(subject.reference.weights, request, completion, "a request that was not aborted")
     await fill_slots(subject, f"after {2 * num_slots} completions were aborted", _LEAST_S + _TIMES_SLOWER * before_s)
+
+
+async def _abort_several(subject: EndpointSubject, unknown: str) -> None:
+    """Require that one call aborts several requests, although the first of its ids is not running."""
+    requests = [subject.request(max_tokens=subject.remaining_tokens(), seed=70 + i) for i in range(3)]
+    answers = [subject.begin(subject.endpoint.generate(request)) for request in requests]
+    await subject.generate(max_tokens=_MEANWHILE)
+    ids = AbortRequests(request_ids=(unknown, *(request.request_id for request in requests)))
+    await within(_LIMIT_S, subject.aborting.abort_requests(ids), "abort_requests of several requests")
+    for answer in answers:
+        (completion,) = (await within(SLACK_S, answer, "one of several requests that were aborted")).completions
+        words = f"one of several requests that were aborted ended with {completion.finish_reason!r}"
+        require(completion.finish_reason == "abort", words)
+
+
+async def _abort_during_a_pause(subject: EndpointSubject) -> None:
+    """Require that requests that are aborted during a pause end, at the latest when the pause does."""
+    policy = next((it for it in _PAUSING if it in subject.capabilities.in_flight_policies), None)
+    if policy is None:
+        return
+    publisher = subject.publisher
+    await publisher.form_group()
+    request = subject.request(max_tokens=subject.remaining_tokens(), seed=75)
+    answer = subject.begin(subject.endpoint.generate(request))
+    await subject.generate(max_tokens=_MEANWHILE)
+    update = await publisher.request(subject.reference.weights, in_flight=policy)
+    aborting = subject.begin(subject.aborting.abort_requests(_named(request)))
+    await asyncio.sleep(GRACE_S)
+    await publisher.abort(update)
+    await within(_LIMIT_S, aborting, "abort_requests during a pause")
+    (completion,) = (await within(SLACK_S, answer, "a request that was aborted during a pause")).completions
+    reason, num = completion.finish_reason, len(completion.token_ids)
+    require(reason == "abort", f"a request that was aborted during a pause ended with {reason!r} after {num} tokens")
+
+
+async def _abort_half_done(subject: EndpointSubject) -> None:
+    """Require that a completion that had ended when its request was aborted keeps its finish reason."""
+    if not subject.capabilities.seeds or subject.capabilities.max_concurrent_sequences < 4:
+        return
+    asked: dict[str, Any] = {"n": 2, "seed": 76, "max_tokens": subject.remaining_tokens()}
+    free = (await subject.endpoint.generate(subject.request(**{**asked, "max_tokens": _MEANWHILE}))).completions
+    stop = next((token for token in free[0].token_ids if token not in free[1].token_ids), None)
+    if stop is None:
+        return
+    request = subject.request(**asked, stop_token_ids=(stop,))
+    answer = subject.begin(subject.endpoint.generate(request))
+    await subject.generate(max_tokens=_SAMPLED)
+    for completion in (await _end(subject, request, answer)).completions:
+        expected = "stop" if completion.token_ids[-1:] == (stop,) else "abort"
+        require(
+            completion.finish_reason == expected,
+            f"completion {completion.index} of a request that was aborted has {len(completion.token_ids)} tokens, of "
+            f"which the last one {'is' if expected == 'stop' else 'is not'} its stop token, and ended with "
+            f"{completion.finish_reason!r}",
+        )
 
 
 def _require_two_slots(subject: EndpointSubject) -> None:

@@ -8,10 +8,11 @@ import time
 
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import require_all_sampled_from, require_all_whole, require_old_weights
+from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, until, within
 from inflight.conformance.reference import ReferenceWeights
-from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
+from inflight.wire import CompletionChunk, EndpointState, GenerateRequest, InFlightPolicy, WeightUpdate
 
 LEVEL = "control"
 
@@ -133,7 +134,7 @@ async def _end(subject: EndpointSubject, update: WeightUpdate, weights: Referenc
 @check("E-33", "updates", deadline_s=40, look_at=_PAUSED)
 async def newcomers_wait(subject: EndpointSubject) -> None:
     """Requests that arrive during a pause wait, and are then served by the weights that are in service when it ends."""
-    other = subject.reference.with_final_norm(-1.0, "B")
+    other = subject.reference.perturbed("B")  # whose keys and values differ too
     for weights, ending in ((subject.reference.weights, "an abort"), (other, "a commit")):
         update = await subject.publisher.request(other)
         waiting = subject.start(3, 16)
@@ -153,6 +154,7 @@ async def drain_finishes_requests(subject: EndpointSubject) -> None:
     num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.context_len // 2)
     await publisher.form_group()
     running = await subject.start_running(4, max_tokens=num_tokens)
+    streams = [await _begin_stream(subject, num_tokens)] if subject.capabilities.streaming and len(running) > 3 else []
     pausing = subject.begin(publisher.request(other, in_flight=InFlightPolicy.DRAIN, deadline_s=3 * SERVED_S))
     while (await subject.endpoint.weight_version()).state is EndpointState.READY and not pausing.done():
         await asyncio.wait([pausing], timeout=0.005)
@@ -160,6 +162,13 @@ async def drain_finishes_requests(subject: EndpointSubject) -> None:
     update = await pausing
     await _require_ended(running, "when the drain was acknowledged")
     await require_all_sampled_from(subject, subject.reference.weights, running, "a request that was drained")
+    for request, chunks, reading in streams:
+        await asyncio.wait([reading], timeout=GRACE_S)
+        require(reading.done(), "a stream was still running when the drain was acknowledged")
+        completion = assembled(0, chunks)
+        num, reason = len(completion.token_ids), completion.finish_reason
+        require(num == num_tokens, f"a stream that was drained has {num} of {num_tokens} tokens: {reason}")
+        subject.require_sampled_from(subject.reference.weights, request, completion, "a stream that was drained")
     require(not late[0][1].done(), "a request that arrived during the drain was answered before the update")
     await publisher.complete(update, other)
     await require_all_sampled_from(subject, other, late, "a request that arrived during the drain")
@@ -169,6 +178,22 @@ async def _require_ended(running: Running, when: str) -> None:
     await asyncio.wait([task for _, task in running], timeout=GRACE_S)
     num_left = sum(not task.done() for _, task in running)
     require(num_left == 0, f"{num_left} of {len(running)} requests were still running {when}")
+
+
+async def _begin_stream(
+    subject: EndpointSubject, num_tokens: int
+) -> tuple[GenerateRequest, list[CompletionChunk], asyncio.Task[None]]:
+    """Begin a stream, and return it once its first token has arrived, with its chunks so far and its reader."""
+    request = subject.request(max_tokens=num_tokens, seed=79, stream=True)
+    chunks: list[CompletionChunk] = []
+
+    async def read() -> None:
+        async for chunk in subject.streaming.generate_stream(request):
+            chunks.append(chunk)
+
+    reading = subject.begin(read())
+    await until(lambda: chunks, SERVED_S, "a stream gave no token", [reading])
+    return request, chunks, reading
 
 
 @check("E-35", "updates drain", deadline_s=40, look_at=_DRAIN)
@@ -219,6 +244,12 @@ async def abort_ends_requests(subject: EndpointSubject) -> None:
     rest = [it for it in waiting if it not in ended]
     await require_all_sampled_from(subject, other, rest, "a request that waited for a place during a pause by abort")
     subject.note(**{"tokens of the aborted requests": lengths, "ended while they waited": len(ended)})
+    streams = [await _begin_stream(subject, subject.remaining_tokens())] if subject.capabilities.streaming else []
     update = await subject.publisher.request(subject.reference.weights, in_flight=InFlightPolicy.ABORT)
+    for _, chunks, reading in streams:
+        await asyncio.wait([reading], timeout=GRACE_S)
+        require(reading.done(), "a stream was still running after a pause by abort")
+        reason = assembled(0, chunks).finish_reason
+        require(reason == "abort", f"a stream that ran when a pause by abort began ended with {reason!r}")
     await subject.publisher.abort(update)
     await subject.require_serves(other, "after a pause by abort was abandoned")

@@ -14,6 +14,7 @@ from inflight.conformance.endpoint.aftermath import (
     until_running,
     wait_until_settled,
 )
+from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, until, within
 from inflight.errors import UpdateAbortedError, UpdateRefusedError
@@ -158,6 +159,13 @@ async def many_pauses(subject: EndpointSubject) -> None:
     what = f"a request that was paused {_MANY_PAUSES} times"
     await require_all_sampled_from(subject, subject.reference.weights, running, what)
     await require_old_weights(subject, f"after {_MANY_PAUSES} pauses")
+    if subject.capabilities.seeds:
+        again = [request.model_copy(update={"request_id": f"{request.request_id}-again"}) for request, _ in running]
+        responses = await asyncio.gather(*map(subject.endpoint.generate, again))
+        pairs = zip(
+            (task.result().completions[0] for _, task in running), (it.completions[0] for it in responses), strict=True
+        )
+        require_repeated(subject, pairs, f"paused {_MANY_PAUSES} times and never paused")
 
 
 @check("U-57", "updates", deadline_s=40)

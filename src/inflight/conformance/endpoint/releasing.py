@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.loras import SPEC as LORA
 from inflight.conformance.endpoint.loras import make_lora, merge_lora
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import within
+from inflight.conformance.endpoint.waiting import SERVED_S, within
 from inflight.conformance.reference import ReferenceWeights
-from inflight.contracts import ReleasingEndpoint
+from inflight.contracts import ReleasingEndpoint, ScoringEndpoint
 from inflight.errors import BusyError, InflightError, ReleasedError, UnsupportedError
-from inflight.wire import EndpointState
+from inflight.wire import EndpointState, ScoreRequest
 
 LEVEL = "memory"
 _SEEN_LENGTH = 64
@@ -25,8 +27,8 @@ _MOVE_S = 60.0
 @check("E-64")
 @look_at("whether release_memory counts running and waiting requests atomically, so that none can arrive in between")
 async def refused_while_busy(subject: EndpointSubject) -> None:
-    """Memory is not released while requests run or wait, or where releasing it is not supported: the call is refused
-    and disturbs nothing."""
+    """Memory is not released while requests run or wait, while an update is open, or where releasing it is not
+    supported: the call is refused and disturbs nothing."""
     endpoint = subject.endpoint
     if not subject.capabilities.releases_memory:
         if isinstance(endpoint, ReleasingEndpoint):
@@ -40,6 +42,22 @@ async def refused_while_busy(subject: EndpointSubject) -> None:
             await subject.generate()
         for request, task in running:
             require(not task.done(), f"request {request.request_id} ended when a release was refused")
+    await cancel_and_wait(*(task for _, task in running))
+    if subject.missing("updates") is None:
+        await _require_refused_during_updates(subject)
+
+
+async def _require_refused_during_updates(subject: EndpointSubject) -> None:
+    """Require that memory is not released while an update is open, and that the update can be completed."""
+    publisher, weights = subject.publisher, subject.reference.weights
+    await publisher.form_group()
+    await until_running(subject, 0, SERVED_S, "cancelled requests still ran")
+    for staged in (False, True) if subject.capabilities.staging else (False,):
+        update = await publisher.request(weights, staged=staged)
+        async with _restored(subject.releasing):
+            what = f"a release while {'a staged' if staged else 'an'} update is open"
+            await subject.require_raises(subject.releasing.release_memory(), BusyError, what)
+        await publisher.complete(update, weights)
 
 
 @check("E-65", "releases_memory updates", deadline_s=120)
@@ -60,10 +78,30 @@ async def refuses_while_released(subject: EndpointSubject) -> None:
             await subject.require_raises(
                 endpoint.generate(subject.request()), ReleasedError, "a request while memory is released"
             )
+        await _require_nothing_answered(subject)
         update = subject.publisher.announcement(subject.reference.perturbed("B"))
         await subject.require_refused(
             subject.endpoint.request_weight_update(update), "an update while memory is released"
         )
+
+
+async def _require_nothing_answered(subject: EndpointSubject) -> None:
+    """Require that streams, chats and scores raise `ReleasedError` too."""
+    can, endpoint = subject.capabilities, subject.endpoint
+
+    async def stream() -> object:
+        return [chunk async for chunk in subject.streaming.generate_stream(subject.request(stream=True))]
+
+    calls: dict[str, Callable[[], Awaitable[object]]] = {}
+    if can.streaming:
+        calls["a stream"] = stream
+    if can.chat:
+        calls["a chat completion"] = lambda: endpoint.chat_completion(subject.chat_request())
+    if can.scoring and isinstance(endpoint, ScoringEndpoint):
+        scored = ScoreRequest(request_id="scored while released", token_ids=subject.prompt())
+        calls["a score"] = lambda: endpoint.score(scored)
+    for what, call in calls.items():
+        await subject.require_raises(call(), ReleasedError, f"{what} while memory is released")
 
 
 @check("E-66", "releases_memory updates", deadline_s=120)
@@ -73,7 +111,8 @@ async def same_after_restore(subject: EndpointSubject) -> None:
     updates work as before; a repeated restore changes nothing."""
     publisher, reference = subject.publisher, subject.reference
     published = reference.perturbed("B")
-    await publisher.publish(published)
+    base = await publisher.request(published, keep=True, session_id="base")
+    await publisher.complete(base, published)
     prompt = subject.prompt(min(_SEEN_LENGTH, subject.context_len // 2))
     request, first = await subject.ask(prompt, temperature=0.0)
     served = await subject.endpoint.weight_version()
@@ -90,6 +129,12 @@ async def same_after_restore(subject: EndpointSubject) -> None:
         again.token_ids == first.token_ids,
         f"sampled {first.token_ids} before the release and {again.token_ids} after it",
     )
+    if "delta" in subject.capabilities.encodings and (await subject.endpoint.weight_version()).kept == base.ref:
+        flipped = reference.with_final_norm(-1.0, "B with its final norm negated", published)
+        delta = await publisher.request(flipped, encodings=("delta",), base=base.ref, session_id="delta")
+        await publisher.send_all(delta, flipped, published)
+        await publisher.commit(delta)
+        await subject.require_serves(flipped, "after a delta to an update that was kept during the release")
     other = reference.with_final_norm(-1.0, "C")
     await publisher.publish(other, keep=True)
     await subject.require_serves(other, "after an update that followed the restore")

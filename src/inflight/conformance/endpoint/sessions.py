@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -10,12 +11,16 @@ from inflight.conformance.endpoint.aftermath import require_old_weights
 from inflight.conformance.endpoint.control import require_open
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import SLACK_S, within
+from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, SLACK_S, within
 from inflight.errors import FencedError, InflightError
-from inflight.wire import UpdateRef, WeightUpdate, WeightVersion
+from inflight.wire import InFlightPolicy, UpdateRef, WeightUpdate, WeightVersion
 
 LEVEL = "control"
 T = TypeVar("T")
+_NUM_DRAINED = 300
+"""Number of tokens of each request that a drain waits for."""
+_NUM_REPORTED = 16
+"""Number of runs whose incarnations an endpoint reports."""
 _NAMES = "whether run, version and session are remembered for open, served and ended updates"
 
 
@@ -46,12 +51,36 @@ async def repeated_calls(subject: EndpointSubject) -> None:
     _require_same(answer, aborted, "an abort of the next session")
     _require_same(aborted, await _again(publisher.abort(second), "the abort"), "the abort")
     await subject.require_serves(other, "after a session that was aborted twice")
+    if InFlightPolicy.DRAIN in subject.capabilities.in_flight_policies:
+        await _repeat_during_a_drain(subject)
+
+
+async def _repeat_during_a_drain(subject: EndpointSubject) -> None:
+    """Require that a request that is repeated during its own drain returns once the drain has ended."""
+    publisher, endpoint = subject.publisher, subject.endpoint
+    publisher.lose_group()
+    await publisher.form_group()
+    running = await subject.start_running(2, max_tokens=min(_NUM_DRAINED, subject.context_len // 2))
+    update = publisher.announcement(
+        subject.reference.weights, session_id="third", in_flight=InFlightPolicy.DRAIN, deadline_s=3 * SERVED_S
+    )
+    publisher.begin(update)
+    calls = [subject.begin(endpoint.request_weight_update(it)) for it in (update, update.model_copy())]
+    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([task for _, task in running], timeout=GRACE_S)
+    num_left = sum(not task.done() for _, task in running)
+    require(
+        num_left == 0,
+        f"a request for an update was repeated during its drain and returned while {num_left} requests still ran",
+    )
+    await within(SLACK_S, asyncio.gather(*calls), "a request for an update and its repetition")
+    await publisher.abort(update)
 
 
 @check("E-48", "updates", deadline_s=40, look_at=_NAMES)
 async def late_calls(subject: EndpointSubject) -> None:
-    """A call of a named session that was aborted is refused, even if the abort overtook it, and does not disturb an
-    open update."""
+    """A call of a named session that was aborted or replaced is refused, even if the abort overtook it, and does not
+    disturb an open update."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     bucket_bytes = other.size_bytes // 2
@@ -79,6 +108,10 @@ async def late_calls(subject: EndpointSubject) -> None:
         f"the commit of session 'second' reports version {answer.version} and session {answer.session_id!r}",
     )
     await subject.require_serves(other, "after the second attempt")
+    await publisher.publish(subject.reference.weights, session_id="third")
+    for call, what in _calls(subject, second)[:3]:
+        await subject.require_refused(call(), f"{what} of a session that another one has replaced")
+    await require_old_weights(subject, "after the calls of a session that was replaced")
 
 
 def _calls(subject: EndpointSubject, update: WeightUpdate) -> list[tuple[Callable[[], Awaitable[object]], str]]:
@@ -156,6 +189,14 @@ async def returning_run(subject: EndpointSubject) -> None:
         await owner.commit(update)
         await subject.require_serves(weights[number % 2], f"after incarnation {incarnation} of run {owner.run_id!r}")
         earlier += [owner] if own_run else []
+    for _ in range(_NUM_REPORTED):
+        await subject.another_publisher(incarnation=1).form_group()
+    latest = earlier[-1]
+    what = f"init_process_group of incarnation {latest.incarnation} of run {run_id!r}, after {_NUM_REPORTED} other runs"
+    call = endpoint.init_process_group(latest.open_group(SLACK_S / 2))
+    await subject.require_raises(call, FencedError, what)
+    later = subject.another_publisher(run_id=run_id, incarnation=latest.incarnation + 1)
+    await later.publish(subject.reference.weights)
 
 
 async def _again(call: Awaitable[T], what: str) -> T:

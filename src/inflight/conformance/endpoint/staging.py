@@ -31,6 +31,24 @@ async def sampling_continues(subject: EndpointSubject) -> None:
         await subject.publisher.publish(subject.reference.weights)
     subject.note(**{"running requests with tokens of both versions": num_both})
     require(num_both, f"no request, of up to {num_tokens} tokens, was still running when the commit arrived")
+    if InFlightPolicy.ABORT in subject.capabilities.in_flight_policies:
+        await _stage_and_abort_requests(subject)
+
+
+async def _stage_and_abort_requests(subject: EndpointSubject) -> None:
+    """Require that a staged update under abort ends running requests at its commit, and not before."""
+    publisher, weights = subject.publisher, subject.reference.weights
+    running = await subject.start_running(_num_leaving_one_slot(subject))
+    update = await publisher.request(weights, staged=True, in_flight=InFlightPolicy.ABORT)
+    await publisher.send_all(update, weights)
+    for request, task in running:
+        require(not task.done(), f"request {request.request_id} ended before a staged update under abort was committed")
+    await publisher.commit(update)
+    for _, task in running:
+        response = await within(SLACK_S, task, "a request that ran when a staged update under abort was committed")
+        reason = response.completions[0].finish_reason
+        words = f"a request that ran when a staged update under abort was committed ended with {reason!r}"
+        require(reason == "abort", words)
 
 
 async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, num_tokens: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from inflight.conformance.checks import check, fail, require
 from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
-from inflight.conformance.endpoint.waiting import SERVED_S, SLOWNESS, until
+from inflight.conformance.endpoint.waiting import SERVED_S, SLOWNESS, until, within
 from inflight.conformance.reference import ReferenceWeights, chosen, distribution
 from inflight.wire import Completion, CompletionChunk, GenerateRequest, InFlightPolicy, VersionSpan
 
@@ -29,6 +29,8 @@ _NUM_ENDED = 200
 """The same for requests that end before an update."""
 _NUM_LONG, _NUM_SHORT = 4, 12
 """Numbers of long requests, and of clients whose short requests end around each update."""
+_MOST_SEVERAL, _NUM_TOKENS_OF_SEVERAL = 66, 100
+"""Largest number of completions of one request, of which some wait for a slot on most endpoints, and their length."""
 _MOST_SHORT, _NUM_LATEST = 4, 3
 """Largest number of tokens of a short request, and the number of requests of each such client that are compared."""
 _DECISIVE = 5.0
@@ -119,8 +121,24 @@ async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlig
             running += await _publish_while_requests_end(subject, published, policy)
         seen = await _check_all(subject, running, published)
         if any(len(task.result().completions[0].version_spans) > 1 for _, task in running):
+            await _check_several(subject, policy)
             return
     fail(f"no request has tokens of several of the versions {sorted(seen)}: nothing was in flight")
+
+
+async def _check_several(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+    """Require that the spans of each completion of one request are its own, although some begin after an update."""
+    published: dict[int, ReferenceWeights] = {}
+    await publish_next(subject, published)
+    num, prompt = min(_MOST_SEVERAL, subject.capabilities.max_concurrent_sequences + 2), subject.prompt(seed=24)
+    ((request, answer),) = await subject.start_running(
+        1, prompt=prompt, n=num, max_tokens=min(_NUM_TOKENS_OF_SEVERAL, subject.context_len // 2)
+    )
+    for _ in range(2):
+        await publish_next(subject, published, policy)
+    completions = (await within(2 * SERVED_S, answer, f"a request for {num} completions")).completions
+    for completion in completions[-_NUM_LATEST:]:
+        check_spans(subject, request, completion, published)
 
 
 async def _publish_while_requests_end(
