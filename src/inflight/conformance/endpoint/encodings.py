@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from inflight.errors import TransferError
 from inflight.wire import Encoding, EndpointState, UpdateRef, WeightUpdate
 
 LEVEL = "weights"
+_INEXACT = 1.1
 _FLOAT8_BLOCK = 128
 _FLOAT8_LARGEST = 448.0
 _FLOAT8_MIN_EXPONENT = -124
@@ -39,6 +41,9 @@ async def frozen_tensors(subject: EndpointSubject) -> None:
     what = f"an update that neither sends nor freezes {others[0]}"
     await subject.require_refused(call, what)
     await require_old_weights(subject, f"after {what} was refused")
+    unknown = (*others, "model.layers.0.no_such_layer.weight")
+    call = subject.endpoint.request_weight_update(publisher.announcement(alone, frozen=unknown))
+    await subject.require_refused(call, f"an update that freezes {unknown[-1]}, which the model does not have,")
     await publisher.publish(alone, frozen=others)
     await subject.require_serves(doubled, "after an update of the final norm, all else frozen")
 
@@ -58,7 +63,10 @@ async def in_float8(subject: EndpointSubject) -> None:
 async def _publish_rounded(
     subject: EndpointSubject, encoding: Encoding, rounded: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    publisher, other = subject.publisher, subject.reference.perturbed("B")
+    publisher, perturbed = subject.publisher, subject.reference.perturbed("B")
+    # The factor makes one-dimensional tensors, which are often ones, inexact in either encoding.
+    tensors = {name: it if it.dim() > 1 else _INEXACT * it for name, it in perturbed.tensors.items()}
+    other = ReferenceWeights("B", tensors)
     decoded = ReferenceWeights(f"B in {encoding}", {name: rounded(tensor) for name, tensor in other.tensors.items()})
     await publisher.publish(other, encodings=(encoding,), bucket_bytes=other.size_bytes // 3)
     subject.note(**{f"largest logprob difference from B before {encoding}": await subject.gap_now(other)})
@@ -86,25 +94,31 @@ def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
 async def deltas(subject: EndpointSubject) -> None:
     """After a delta, logprobs are those of the new weights; a delta that is aborted leaves its base unchanged."""
     publisher, reference = subject.publisher, subject.reference
-    flipped, unlike = reference.with_final_norm(-1.0, "B"), reference.perturbed("C")
-    weights = reference.weights
-    first = await publisher.request(weights, keep=True, session_id="all", bucket_bytes=weights.size_bytes // 3)
+    weights, other, unlike = reference.weights, reference.perturbed("B"), reference.perturbed("C", seed=2)
+    # The second delta changes other elements than the first, and leaves long gaps.
+    flipped = reference.with_final_norm(-1.0, "B with its final norm negated", other)
+    first = await publisher.request(weights, keep=True, session_id="all")
     await publisher.complete(first, weights)
     await _require_kept(subject, first, "after an update that asked for it")
-    second = await _send_delta(subject, flipped, first, weights, "second")
+    second = await _send_delta(subject, other, first, weights, "second")
+    await _require_kept(subject, first, "before a delta that asked for it is committed")
     await publisher.commit(second)
-    await subject.require_serves(flipped, "after a delta")
+    await subject.require_serves(other, "after a delta")
     await _require_kept(subject, second, "after a delta that asked for it")
-    third = await _send_delta(subject, unlike, second, flipped, "third")
+    third = await _send_delta(subject, unlike, second, other, "third")
     await publisher.abort(third)
     publisher.lose_group()
     await wait_until_settled(subject, "after a delta that was aborted")
-    await subject.require_serves(flipped, "after a delta that was aborted")
+    await subject.require_serves(other, "after a delta that was aborted")
     await _require_kept(subject, second, "after a delta that was aborted")
-    quartered = reference.with_final_norm(-0.5, "D")
-    fourth = await _send_delta(subject, quartered, second, flipped, "fourth")
+    fourth = await _send_delta(subject, flipped, second, other, "fourth")
     await publisher.commit(fourth)
-    await subject.require_serves(quartered, "after another delta to the same base")
+    await subject.require_serves(flipped, "after another delta to the same base")
+    await publisher.publish(weights, session_id="unkept")
+    if (await subject.endpoint.weight_version()).kept == fourth.ref:
+        fifth = await _send_delta(subject, other, fourth, flipped, "fifth")
+        await publisher.commit(fifth)
+        await subject.require_serves(other, "after a delta to an update that was kept before the last one")
 
 
 @check("U-19", "updates delta", deadline_s=40, look_at=_BASE)
@@ -135,7 +149,7 @@ async def _send_delta(
 ) -> WeightUpdate:
     """Send every bucket of a delta, and return its update, which is still open."""
     publisher, fields = subject.publisher, {"base": base.ref, "keep": True, "session_id": session_id}
-    update = await publisher.request(weights, encodings=("delta",), bucket_bytes=weights.size_bytes // 3, **fields)
+    update = await publisher.request(weights, encodings=("delta",), **fields)
     await publisher.send_all(update, weights, base_weights)
     return update
 
@@ -150,8 +164,19 @@ async def _require_kept(subject: EndpointSubject, update: WeightUpdate, when: st
 async def damaged_bucket(subject: EndpointSubject) -> None:
     """A bucket whose bytes do not match its checksum raises TransferError before anything of the update is applied,
     and the old weights stay in service."""
+    encoded = [encoding for encoding in ("bfloat16", "float8") if encoding in subject.capabilities.encodings]
+    cases: list[dict[str, Any]] = [{}, {"staged": True}, *({"encodings": (encoding,)} for encoding in encoded)]
+    for i, fields in enumerate(cases):
+        await _damage(subject, fields)
+        await require_recovers(subject, "after a damaged bucket")
+        if i < len(cases) - 1:
+            await subject.publisher.publish(subject.reference.weights)
+
+
+async def _damage(subject: EndpointSubject, fields: dict[str, Any]) -> None:
+    """Send an update whose last bucket is damaged; require that it is refused and leaves no trace."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
-    update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
+    update = await publisher.request(other, bucket_bytes=other.size_bytes // 2, **fields)
     last = len(update.buckets) - 1
     for index in range(last):
         await publisher.send_bucket(update, publisher.encoded(update, other, index))
@@ -162,12 +187,11 @@ async def damaged_bucket(subject: EndpointSubject) -> None:
     await require_old_weights(subject, "after a damaged bucket")
     commit = subject.endpoint.commit_weight_update(update.ref)
     await subject.require_refused(commit, "a commit after a damaged bucket")
-    await require_recovers(subject, "after a damaged bucket")
 
 
 def _with_another_bit(weights: ReferenceWeights) -> ReferenceWeights:
-    """Return a copy of the weights whose last tensor differs in one bit."""
+    """Return a copy of the weights whose last tensor differs in one sign, which every encoding preserves."""
     name, tensor = list(weights.tensors.items())[-1]
     damaged = tensor.clone().contiguous()
-    damaged.view(-1).view(torch.uint8)[0] ^= 1
+    damaged.view(-1).view(torch.uint8)[damaged.element_size() - 1] ^= 0x80
     return ReferenceWeights(f"{weights.label}, damaged", {**weights.tensors, name: damaged})

@@ -22,7 +22,7 @@ from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, SLOWNESS, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.errors import EndpointError, PoisonedError, TransferError, UpdateAbortedError, UpdateRefusedError
-from inflight.wire import EndpointState, InFlightPolicy
+from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
 
 LEVEL = "faults"
 _SHORT_S = 0.7
@@ -178,9 +178,24 @@ async def in_and_out(subject: EndpointSubject) -> None:
         await _require_poisoned(subject, f"after {what}")
         await publisher.abort(await publisher.request(turns[i % 2]))
         await _require_poisoned(subject, f"after {what}, and after an update that was aborted")
+        await _require_parts_refused(subject, turns[i % 2], f"after {what}")
         await publisher.publish(turns[i % 2])
         await subject.require_state(EndpointState.READY, f"after {what}, and after a complete update")
         await subject.require_serves(turns[i % 2], f"after {what}, and after a complete update")
+
+
+async def _require_parts_refused(subject: EndpointSubject, weights: ReferenceWeights, when: str) -> None:
+    """Require that an endpoint whose weights may all be torn accepts neither a part of the weights nor a LoRA."""
+    reference, calls = subject.reference, dict[str, WeightUpdate]()
+    if subject.capabilities.partial_updates:
+        alone = ReferenceWeights("its final norm", {reference.final_norm: weights.tensors[reference.final_norm]})
+        frozen = tuple(name for name in weights.tensors if name != reference.final_norm)
+        calls["an update in part"] = subject.publisher.announcement(alone, frozen=frozen)
+    if subject.capabilities.lora:
+        calls["a LoRA"] = subject.publisher.announcement(make_lora(weights, 1), lora=LORA)
+    for what, update in calls.items():
+        await subject.require_refused(subject.endpoint.request_weight_update(update), f"{what}, {when},")
+        await _require_poisoned(subject, f"{when}, and after {what} was refused")
 
 
 async def _poison(

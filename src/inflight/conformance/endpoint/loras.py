@@ -12,8 +12,8 @@ from inflight.weights.encode.lora_tensors import lora_names
 from inflight.wire import LoraSpec
 
 LEVEL = "weights"
-SPEC = LoraSpec(rank=3, alpha=6.0)
-"""Rank and alpha of the LoRAs that checks publish."""
+SPEC = LoraSpec(rank=3, alpha=4.0)
+"""Rank and alpha of the LoRAs that checks publish. Their quotient is not an integer."""
 _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
 """Suffixes of the names of the layers that the two LoRAs of a check change."""
 
@@ -27,7 +27,7 @@ async def loras(subject: EndpointSubject) -> None:
     """After an update that consists of a LoRA, logprobs are those of the weights with the LoRA added; the next LoRA
     replaces it, and an update of other tensors removes it."""
     publisher, reference = subject.publisher, subject.reference
-    base = reference.weights
+    base = reference.perturbed("B")  # the weights of the last update, not those of the checkpoint
     await publisher.publish(base, keep=True)
     for ends, seed in ((_FIRST, 1), (_SECOND, 2)):
         lora = make_lora(base, seed, ends)
@@ -36,10 +36,18 @@ async def loras(subject: EndpointSubject) -> None:
     whole = reference.with_final_norm(0.5, "A with its final norm halved")  # larger logits round more
     await publisher.publish(whole, keep=True)
     await subject.require_serves(whole, "after an update of all weights that follows a LoRA")
+    served = await publisher.publish(whole, keep=True, session_id="base")
     lora = make_lora(base, 3)
     await publisher.publish(lora, lora=SPEC)
     await subject.require_serves(merge_lora(whole, lora), "after a LoRA that follows an update of all weights")
-    await publisher.publish(base, keep=True)
+    kept = (await subject.endpoint.weight_version()).kept
+    if "delta" in subject.capabilities.encodings and kept is not None and kept == served.kept:
+        negated = reference.with_final_norm(-1.0, "A with its final norm halved and negated", whole)
+        delta = await publisher.request(negated, encodings=("delta",), base=kept)
+        await publisher.send_all(delta, negated, whole)
+        await publisher.commit(delta)
+        await subject.require_serves(negated, "after a delta to an update that was kept before the LoRA")
+    await publisher.publish(reference.weights, keep=True)
 
 
 @check(
