@@ -44,6 +44,7 @@ pytestmark = pytest.mark.usefixtures("forks")
 PATCHED = (
     *((inflight.engines.embedded.stepping, "sample"), (inflight.weights.encode.float8, "decode_float8")),
     (inflight.weights.receive.base_weights, "merge_lora"),
+    (inflight.weights.receive.staging.Staging, "_receive_checked"),
     *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),
     *((inflight.weights.receive.staging, name) for name in ("views_of", "read_part", "places_of", "checksum_as")),
 )

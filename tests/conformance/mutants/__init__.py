@@ -15,6 +15,7 @@ from inflight.contracts import InferenceEndpoint
 from inflight.engines.embedded.loading import load_endpoint
 from tests.conformance.mutants import (
     arrivals,
+    bases,
     caches,
     clients,
     control,
@@ -25,9 +26,11 @@ from tests.conformance.mutants import (
     http,
     images,
     kinds,
+    moments,
     parity,
     partials,
     releasing,
+    requests,
     routing,
     sampling,
     scoring,
@@ -41,8 +44,22 @@ from tests.conformance.mutants.mutant import Mutant
 from tests.weights.stored import share_host_memory
 
 LEVELS = (
-    *(discovery, tokens, sampling, edges, drafts, images, routing, scoring, control, sessions, releasing),
-    *(weights, arrivals, sharded, versions, caches, kinds, partials, clients, faults, http, parity),
+    *(
+        discovery,
+        tokens,
+        sampling,
+        edges,
+        requests,
+        drafts,
+        images,
+        routing,
+        scoring,
+        control,
+        sessions,
+        releasing,
+        moments,
+    ),
+    *(weights, arrivals, bases, sharded, versions, caches, kinds, partials, clients, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
 
