@@ -35,6 +35,8 @@ _NUM_TOKENS = 600
 """Number of tokens that a request asks for: more than it has sampled when it is aborted."""
 _SEED = 67
 """Seed that only this request uses: an engine with drafts could otherwise repeat an earlier request in a few steps."""
+_OTHER_SEED = 68
+"""Seed of the request that is answered meanwhile, which no other check uses either, for the same reason."""
 _SAMPLED = 64
 """Number of tokens that the request must have when it is aborted."""
 _NUM_LATE = 8
@@ -69,7 +71,7 @@ async def continues_under_new_weights(subject: EndpointSubject) -> None:
     weights, other = subject.reference.weights, subject.reference.perturbed("B")
     before = (await subject.endpoint.weight_version()).version
     ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
-    await subject.generate(max_tokens=_SAMPLED)
+    await subject.generate(max_tokens=_SAMPLED, seed=_OTHER_SEED)
     first = await _aborted(subject, request, answer)
     num = len(first.token_ids)
     words = f"an aborted request has {num} tokens, and one that began later already had {_SAMPLED}"
@@ -228,7 +230,7 @@ async def _abort_half_done(subject: EndpointSubject) -> None:
         return
     request = subject.request(**asked, stop_token_ids=(stop,))
     answer = subject.begin(subject.endpoint.generate(request))
-    await subject.generate(max_tokens=_SAMPLED)
+    await subject.generate(max_tokens=_SAMPLED, seed=_OTHER_SEED)
     for completion in (await _end(subject, request, answer)).completions:
         expected = "stop" if completion.token_ids[-1:] == (stop,) else "abort"
         require(

@@ -17,7 +17,7 @@ from inflight.wire import InFlightPolicy, UpdateRef, WeightUpdate, WeightVersion
 
 LEVEL = "control"
 T = TypeVar("T")
-_NUM_DRAINED = 300
+_NUM_DRAINED = 150
 """Number of tokens of each request that a drain waits for."""
 _NUM_REPORTED = 16
 """Number of runs whose incarnations an endpoint reports."""
