@@ -115,7 +115,13 @@ def open_subject(setup: ChildSetup) -> Subject:
     if isinstance(setup.target, EndpointTarget):
         from inflight.conformance.endpoint.judged import JudgedEndpoint
 
-        return JudgedEndpoint(setup.target, setup.directory, setup.start_deadline_s, is_suspect=setup.session > 1)
+        return JudgedEndpoint(
+            setup.target,
+            setup.directory,
+            setup.start_deadline_s,
+            deadline_scale=setup.deadline_scale,
+            is_suspect=setup.session > 1,
+        )
     if isinstance(setup.target, WorkerTarget):
         from inflight.conformance.worker.subject import WorkerSubject
 

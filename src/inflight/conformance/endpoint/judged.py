@@ -37,9 +37,16 @@ class JudgedEndpoint(Subject):
     ``is_suspect`` indicates that an earlier check, in another process, may have harmed the endpoint."""
 
     def __init__(
-        self, target: EndpointTarget, directory: Path, start_deadline_s: float, *, is_suspect: bool = False
+        self,
+        target: EndpointTarget,
+        directory: Path,
+        start_deadline_s: float,
+        *,
+        deadline_scale: float = 1.0,
+        is_suspect: bool = False,
     ) -> None:
         self._target = target
+        self._deadline_scale = deadline_scale
         self._start_deadline_s = start_deadline_s
         self._subject = EndpointSubject(target, directory, start_deadline_s)
         self._reference = self._subject.known_reference
@@ -144,7 +151,7 @@ class JudgedEndpoint(Subject):
                 subject.rounding = ROUNDINGS * self._reference.rounding(subject.capabilities.dtype, prompt)
         update_bytes = 0 if self._reference is None else self._reference.weights.size_bytes
         subject.pace = await measure_pace(partial(_generate, subject), subject.prompt, update_bytes)
-        SLOWNESS.set(subject.pace.slowness)
+        SLOWNESS.set(subject.pace.slowness * self._deadline_scale)
         self._unknown_weights = version.run_id is not None or version.version != 0
 
     async def _prepare(self) -> None:

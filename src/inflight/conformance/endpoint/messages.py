@@ -17,7 +17,7 @@ from inflight.conformance.endpoint.aftermath import (
     wait_until_settled,
 )
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import SLACK_S, within
+from inflight.conformance.endpoint.waiting import SLACK_S, SLOWNESS, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.errors import InflightError, TransferError, UpdateAbortedError, UpdateRefusedError
 from inflight.wire import EndpointState, InFlightPolicy
@@ -142,31 +142,31 @@ async def new_group_ends_the_update(subject: EndpointSubject) -> None:
 @look_at("what a cancelled handler leaves behind: a pause without a lease, a half-applied commit")
 async def callers_go_away(subject: EndpointSubject) -> None:
     """When the caller of a control call disconnects, the update ends on its own or is applied completely."""
-    publisher, endpoint = subject.publisher, subject.endpoint
+    publisher, endpoint, short_s = subject.publisher, subject.endpoint, _SHORT_S * SLOWNESS.get()
     other = subject.reference.with_final_norm(-1.0, "B")
     await publisher.form_group()
     if InFlightPolicy.DRAIN in subject.capabilities.in_flight_policies:
         running = await subject.start_running(2, max_tokens=min(200, subject.context_len // 2))
-        drain = publisher.announcement(other, in_flight=InFlightPolicy.DRAIN, deadline_s=_SHORT_S, lease_s=_SHORT_S)
+        drain = publisher.announcement(other, in_flight=InFlightPolicy.DRAIN, deadline_s=short_s, lease_s=short_s)
         await _cancelled_after(0.05, endpoint.request_weight_update(drain))
-        await require_old_weights(subject, "after a drain whose caller disconnected", seconds=2 * _SHORT_S + SLACK_S)
+        await require_old_weights(subject, "after a drain whose caller disconnected", seconds=2 * short_s + SLACK_S)
         for _, task in running:
             await within(15.0, task, "a request that ran when the caller of a drain disconnected")
 
-    update = await publisher.request(other, lease_s=2 * _SHORT_S)
-    await _cancelled_after(0.1, endpoint.receive_weights(publisher.transfer(update, 0, _SHORT_S)))
+    update = await publisher.request(other, lease_s=2 * short_s)
+    await _cancelled_after(0.1, endpoint.receive_weights(publisher.transfer(update, 0, short_s)))
     when = "after a receive whose caller disconnected"
-    await require_old_weights(subject, when, seconds=3 * _SHORT_S + SLACK_S, may_be_torn=True)
+    await require_old_weights(subject, when, seconds=3 * short_s + SLACK_S, may_be_torn=True)
     publisher.lose_group()
 
     served: list[str] = []
     for delay_s in (0.0, 0.001, 0.005):
         before = publisher.version
-        update = await publisher.request(other, lease_s=_SHORT_S)
+        update = await publisher.request(other, lease_s=short_s)
         await publisher.send(update, other, 0)
         await _cancelled_after(delay_s, endpoint.commit_weight_update(update.ref))
         when = "after a commit whose caller disconnected"
-        version = await wait_until_settled(subject, when, _SHORT_S + SLACK_S)
+        version = await wait_until_settled(subject, when, short_s + SLACK_S)
         if version.state is EndpointState.POISONED:  # the commit never arrived, and bytes were applied as they arrived
             await require_old_weights(subject, when, may_be_torn=True)
             served.append("none")

@@ -15,7 +15,8 @@ from inflight.conformance.checks import require
 T = TypeVar("T")
 
 SLOWNESS: ContextVar[float] = ContextVar("SLOWNESS", default=1.0)
-"""Factor for every limit in this module (see `inflight.conformance.endpoint.pace`)."""
+"""Factor for every limit in this module, and for short leases and timeouts of checks: how slow the endpoint is (see
+`inflight.conformance.endpoint.pace`), times the user's ``--deadline-scale``."""
 SLACK_S = 4.0
 """How much later than its own deadline a call or a lease may end, since machines may be slow and errors take time to
 arrive."""
