@@ -26,8 +26,9 @@ class ListenOptions:
     port: int = option("port to listen on, 0 for any free one (default: 8000)", 8000)
     token_file: Path | None = option(f"file with the control token (default: ${TOKEN_VARIABLE}, or a new one)")
     generation_token_file: Path | None = option(
-        f"file with a token for generation and scoring, which also accept the control token (default: "
-        f"${GENERATION_TOKEN_VARIABLE}; without either, they require the control token unless --host is loopback)"
+        f"file with a token for clients that may only generate and score; the control token permits this too (default: "
+        f"${GENERATION_TOKEN_VARIABLE}; if neither is set, generation and scoring require the control token, unless "
+        "--host is loopback)"
     )
     open_generation: bool = option("let every client that reaches --host generate without a token", False)
     tls_certificate: Path | None = option("PEM file with the server's certificate: serve HTTPS")

@@ -169,7 +169,7 @@ class _UntilFailure:
         self.last_authorized = time.monotonic()
         """When the last call with the token arrived."""
         self._num_open = 0
-        """Number of open requests that are for generation or lack the token."""
+        """Number of open requests, except control requests that carry the token."""
         self._most_open = max_connections() * 7 // 8
         """Limit of ``_num_open``; the remaining connections are reserved for control."""
         self._has_failed = asyncio.Event()

@@ -134,8 +134,8 @@ def _of_weights(replayed: Replayed) -> list[str]:
         return []
     return [
         "",
-        f"final weights: the norm of their difference is {replayed.weights.relative:.2g} of the norm of the change "
-        f"by training; no element differs by more than {replayed.weights.largest:.2g}",
+        f"final weights: the norm of their difference is {replayed.weights.relative:.2g} times the norm of "
+        f"the change that training made; no element differs by more than {replayed.weights.largest:.2g}",
     ]
 
 

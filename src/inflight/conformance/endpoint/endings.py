@@ -97,7 +97,7 @@ async def stop_strings(subject: EndpointSubject) -> None:
         if num_cases == _NUM_CASES:
             break
     if not num_cases:
-        skip(f"{_MOST_SEEDS} completions contain no adjacent tokens of plain text to stop at")
+        skip(f"{_MOST_SEEDS} completions contain no two tokens of plain text that could end a completion")
     _require_most_stopped(subject, num_stopped, num_cases)
     await _require_stopped_at_once(subject, tokenizer)
     await _require_each_stopped_by_text(subject, tokenizer)
@@ -238,8 +238,8 @@ def _require_ended(completion: Completion, ends: Sequence[int], num_tokens: int,
         words = f"with {what}, a completion ended where it should, but the finish reason is {reason!r}"
         require(reason == "stop" or is_full, words)
     else:
-        words = f"with {what}, none of the {length} listed tokens of {num_tokens} is one to stop at"
-        require(is_full, f"{words}, and the finish reason is {reason!r}")
+        words = f"with {what}, a completion has {length} of {num_tokens} tokens and the finish reason {reason!r}"
+        require(is_full, f"{words}, but none of its tokens should have ended it")
     return bool(ends)
 
 

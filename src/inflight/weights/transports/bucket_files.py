@@ -2,7 +2,7 @@
 
     DIRECTORY/RUN/latest.json                  names the newest complete update, an `UpdateRef`
     DIRECTORY/RUN/VERSION-SESSION/00000.safetensors ...
-    DIRECTORY/RUN/VERSION-SESSION/manifest.json    written when all buckets are there, a `StoredUpdate`
+    DIRECTORY/RUN/VERSION-SESSION/manifest.json    a `StoredUpdate`, written once all buckets are stored
     DIRECTORY/RUN/VERSION-SESSION/lease-NAME       a reader's lease: keeps the update while younger than `LEASE_S`
 
 A ``raw`` bucket holds the tensors of the manifest under their names; an encoded bucket holds its bytes as one tensor,
@@ -80,8 +80,8 @@ class StoredUpdate(WireModel):
             is_raw = stored.encoding == "raw"
             if stored.size_bytes > announced.size_bytes or (is_raw and stored.size_bytes != announced.size_bytes):
                 raise ValueError(
-                    f"bucket {announced.index} has {announced.size_bytes} bytes, but its {stored.encoding} form "
-                    f"has {stored.size_bytes}"
+                    f"bucket {announced.index} has {announced.size_bytes} bytes, but is stored as "
+                    f"{stored.size_bytes} bytes of {stored.encoding}"
                 )
         return self
 
@@ -323,7 +323,7 @@ class BucketStore:
             os.close(fd)
 
     def _prune(self, run: Path) -> None:
-        """Remove all but the newest complete updates. Completion time decides, since version numbers may decrease."""
+        """Remove all complete updates but those completed last, because version numbers may decrease."""
         completed: list[tuple[int, Path]] = []
         with os.scandir(run) as entries:
             for entry in entries:
