@@ -157,7 +157,7 @@ def decode(encoding: Encoding, payload: torch.Tensor, specs: Sequence[TensorSpec
 
 
 def encoded_size(specs: Sequence[TensorSpec], encoding: Encoding) -> int:
-    """Return the encoded size of these tensors in bytes, which sender and receiver compute alike."""
+    """Return the encoded size of these tensors in bytes. Sender and receiver both compute it."""
     return sum(_encoded_size(spec, encoding) for spec in specs)
 
 

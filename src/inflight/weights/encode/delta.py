@@ -43,7 +43,7 @@ _SIZE = struct.Struct("<Q")
 
 _ESCAPE = 0xFFFF
 _GAP_BYTES = 2
-_LEVEL = 1  # of Zstandard: higher levels are several times slower here, and no smaller
+_LEVEL = 1  # of Zstandard: higher levels are several times slower here, and compress no better
 _BLOCK_BYTES = 1 << 19  # compared at a time: both sides and the results stay in the cache
 _BLOCK_CHANGES = 1 << 13  # written at a time: reading the old elements first loads the same cache lines
 

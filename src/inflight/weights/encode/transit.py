@@ -99,7 +99,7 @@ class ReusedMemory:
 
 
 class _Block:
-    """Memory that is lent to one tensor, including its views, at a time.
+    """Memory that is lent to one tensor at a time, together with the tensor's views.
 
     The tensor's storage holds a numpy array that is a view of the memory, and the array is freed with it.
     """

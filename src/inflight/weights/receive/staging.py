@@ -24,7 +24,7 @@ from inflight.wire import BucketSpec, BucketTransfer, SentBytes, TensorSpec, Upd
 
 @dataclass(slots=True)
 class KeptWeights:
-    """The bytes of every bucket of a committed update; bucket i of the same plan is ``flats[i]``."""
+    """The bytes of every bucket of a committed update; ``flats[i]`` holds bucket i of its plan."""
 
     ref: UpdateRef
     buckets: tuple[BucketSpec, ...]
@@ -114,7 +114,7 @@ class Staging:
         receiver.receive_ahead((payload_spec(size_bytes),), update.lease_s + timeout_s)
 
     def _receive_parts(self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec) -> torch.Tensor:
-        """Return the bytes of a bucket whose parts all senders send at the same time."""
+        """Receive the parts of a bucket from all senders at the same time, and return the bucket's bytes."""
         manifest = self.update.manifest
         assert isinstance(receiver, SeveralReceivers)  # an update of other senders than the group's is refused
         later = self.update.buckets[bucket.index + 1 : bucket.index + 2]

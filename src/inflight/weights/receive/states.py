@@ -40,7 +40,7 @@ class UpdateEvent(Enum):
     ENDED = "the update ends by an abort, a failure or its lease, and the old weights are intact"
     RELEASE = "the memory of weights, keys and values is being released"
     RESTORED = "the memory was reacquired, or could not be released"
-    TORN = "the update ends in one of these ways, and the weights are torn, by it or by an earlier update"
+    TORN = "the update ends by an abort, a failure or its lease, and the weights are torn by it or an earlier update"
     REPORTED_WHOLE = "an engine that others may change reports that its weights are whole"
     REPORTED_TORN = "an engine that others may change reports that its weights are torn"
     REPORTED_RELEASED = "an engine that others may change reports that its memory is released"
@@ -143,7 +143,7 @@ class UpdateStateMachine:
 
     @property
     def incarnation(self) -> int:
-        """Highest incarnation of the owner that has been seen."""
+        """The highest incarnation of the owner so far."""
         return self._incarnations.highest(self._owner)
 
     @property
@@ -259,7 +259,7 @@ class UpdateStateMachine:
         return bucket, update.manifest.tensors[bucket.start : bucket.stop]
 
     def note_bucket_received(self) -> None:
-        """Record that the bucket begun last has arrived completely."""
+        """Record that the bucket that was begun most recently has arrived completely."""
         assert self._open is not None
         assert self._open.is_receiving
         self._open.is_receiving = False

@@ -48,7 +48,7 @@ class BucketEncoder:
             self._snapshot.note_applied(ref)
 
     def forget(self) -> None:
-        """Forget which weights the endpoints hold, and leave the buffers to any send that was abandoned."""
+        """Forget which weights the endpoints hold. An abandoned send may still read the buffers, so use new ones."""
         self._packer = Packer()
         if self._snapshot is not None:
             self._snapshot = Snapshot()

@@ -126,7 +126,7 @@ async def _abort(endpoint: InferenceEndpoint, ref: UpdateRef) -> WeightVersion:
 
 
 async def wait_for_first_token(endpoint: InferenceEndpoint, ref: UpdateRef, report: EndpointReport) -> EndpointReport:
-    """Return an applied update's report, with the time to its first token if that follows within milliseconds."""
+    """Return the report of an applied update, with the time to its first token if that token is sampled in time."""
     with contextlib.suppress(TimeoutError, InflightError):
         async with asyncio.timeout(_FIRST_TOKEN_WAIT_S):
             while True:

@@ -79,7 +79,7 @@ class _Member:
     has_held: bool = False
     """Whether the member has held a version of this run since it joined."""
     is_taken_over: bool = False
-    """Whether another run has published to the member after that."""
+    """Whether another run has published to the member since it held that version."""
     is_on_trial: bool = False
     """Whether the member joined for the current publish. If it makes the publish fail, it is left out again."""
     why: str = ""
@@ -342,7 +342,7 @@ class Fleet:
 
         If enough others answer promptly, also leave out those that do not.
 
-        They are queried again before the next publish.
+        The members that are left out are queried again before the next publish.
         """
         present = {name: member for name, member in self._members.items() if member.takes_part}
         calls = {name: member.endpoint.weight_version for name, member in present.items()}
@@ -404,11 +404,14 @@ def take_part(
     deadline_s: float = 60.0,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Gather, or send with ``parts``, for each attempt of rank 0's `Fleet.publish`. Every other rank calls this.
+    """Gather the weights, or send this rank's part of them with ``parts``, in each attempt of a publish by rank 0.
+
+    Every rank other than 0 calls this while rank 0 calls `Fleet.publish`.
 
     ``parts`` and ``deadline_s`` are needed if the publisher of rank 0 is sharded.
 
-    The ranks agree over ``group``, which is that of `Fleet`; None means torch's default process group.
+    ``group`` is the process group over which the ranks agree, the same as for `Fleet`; None means torch's default
+    group.
 
     Raises the errors of gathering, and `UpdateError` if the publish failed on another rank.
     """

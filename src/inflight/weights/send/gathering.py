@@ -20,7 +20,9 @@ from inflight.wire import InFlightPolicy, Manifest, TensorSpec, WeightUpdate
 _LEASE_SLACK_S = 5.0
 """How long, in seconds, an endpoint keeps an update open after the deadline without a call from the publisher."""
 _PREPARATION_SHARE = 0.9
-"""Share of the deadline within which endpoints must prepare. A longer drain would leave no time to send the weights."""
+"""Share of the time until the deadline within which endpoints must prepare. A longer drain would leave no time to send
+the weights.
+"""
 
 
 def weight_update_of(

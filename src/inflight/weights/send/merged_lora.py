@@ -85,7 +85,7 @@ class MergedLora(PartialWeightSource):
 
 
 def _pairs(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, TensorSpec]]:
-    """Return A and B of each weight, by its name, in the order in which the pairs are completed."""
+    """Return the specs of A and B by the name of their weight, in the order in which the pairs become complete."""
     halves: dict[str, dict[str, TensorSpec]] = {}
     pairs = {}
     for spec in specs:

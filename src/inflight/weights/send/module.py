@@ -23,7 +23,8 @@ class ModuleWeights(PartialWeightSource):
     The training loop sets ``version``: it adds one after each optimizer step. The object keeps no copy of the weights,
     only two buffers of the size of a bucket if weights are cast. Tensors have the names that ``save_pretrained``
     writes: the prefixes of DDP, accelerate and torch.compile are removed, and tied weights appear once. Endpoints
-    refuse a model whose checkpoint has other tensors than its module, such as transformers' mixtures of experts.
+    refuse a model whose checkpoint does not contain the same tensors as its module, such as transformers' mixtures of
+    experts.
 
     ``wire_dtype`` (a key of `DTYPE_SIZES`) is the dtype to which weights are cast for the transfer, such as the
     ``dtype`` of an endpoint's capabilities; None keeps the dtype of each weight. Raises `ConfigError` for an unknown
@@ -160,7 +161,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by their checkpoint names. Tied ones appear once."""
+    """Return parameters and persistent buffers by their checkpoint names. Tied weights appear once."""
     derived = getattr(module, "all_tied_weights_keys", {})  # of transformers: names that its checkpoints leave out
     names: dict[int, str] = {}
     state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
@@ -176,8 +177,8 @@ class LoraWeights(LoraSource):
     ``module`` is a PEFT model, or any module whose adapted layers have ``lora_A`` [r, in] and ``lora_B`` [out, r]:
     parameters, linear layers without bias, or, as in PEFT, dicts of these by ``lora_name``. ``alpha`` and ``rslora``
     determine the scale, as in `LoraSpec`; None means the value in the LoRA's PEFT config. Without such a config, None
-    means False for ``rslora``. The training loop sets ``version``, and ``wire_dtype`` has the same meaning, as for
-    `ModuleWeights`.
+    means False for ``rslora``. As for `ModuleWeights`, the training loop sets ``version``, and weights are cast to
+    ``wire_dtype``.
 
     Endpoints add the LoRA to the weights of their last update that was not a LoRA, or of their checkpoint. Raises
     `ConfigError` if the module has no such layers or ``alpha`` is not known. Raises `UnsupportedError` for ranks or
@@ -258,7 +259,7 @@ class LoraWeights(LoraSource):
         for name, layer in self._layers():
             if self._lora_name in (getattr(layer, "lora_magnitude_vector", None) or {}):
                 raise UnsupportedError(
-                    f"{name} is adapted by DoRA, which is not a sum of weights; publish merged weights"
+                    f"{name} is adapted by DoRA, which does not simply add to the weight; publish merged weights"
                 )
             if self._lora_name in (getattr(layer, "lora_embedding_A", None) or {}):
                 raise UnsupportedError(f"{name} is an adapted embedding; publish merged weights")
@@ -289,5 +290,5 @@ def _matrix(name: str, part: Any, lora_name: str) -> torch.Tensor | None:
     if part is None or isinstance(part, torch.Tensor):
         return part
     if getattr(part, "bias", None) is not None:
-        raise UnsupportedError(f"the LoRA of {name} has a bias, which is not a sum of weights; train it without one")
+        raise UnsupportedError(f"the LoRA of {name} has a bias, which cannot be published; train it without one")
     return part.weight  # type: ignore[no-any-return]

@@ -16,7 +16,8 @@ from inflight.weights.send.publish import CLOSED, Publish, Stopwatch
 class OpenPublish:
     """A publish that endpoints have been asked to accept, and whose buckets have not been sent yet.
 
-    Until it ends, at its deadline at the latest, endpoints that are not staged neither sample nor accept other updates.
+    An endpoint that does not stage the update neither samples nor accepts other updates until the publish ends, which
+    it does at its deadline at the latest.
     """
 
     def __init__(self, run: Callable[..., Any], publish: Publish, running: Future[PublishReport]) -> None:

@@ -154,7 +154,7 @@ class Publish:
     # ------------------------------------------------------------------------------------------------- the endpoints
 
     def _calls(self) -> Iterator[Coroutine[Any, Any, EndpointReport]]:
-        """Yield one call per endpoint, which updates it, or asks what it serves if it cannot take part."""
+        """Yield one call per endpoint, which updates it or, if it cannot take part, asks what it serves."""
         grace_s = _COLLECTIVE_GRACE_S if self._group.sender.is_collective else 0.0
         able = [] if self._problem else [endpoint for endpoint in self._endpoints if endpoint.name not in self._unfit]
         for endpoint in able:

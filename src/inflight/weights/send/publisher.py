@@ -310,7 +310,7 @@ def publish_weights(
     update is a LoRA or omits some weights, unless the weights are those of the engine's checkpoint.
 
     A LoRA is sent to endpoints that support LoRA. If one of them supports only partial updates, a `MergingLoraSource`
-    sends the merged weights that its LoRA changes to all endpoints from then on.
+    merges its LoRA: from then on, all endpoints receive the merged weights that the LoRA changes.
 
     Raises `PublishError` if fewer endpoints applied the update; its report names each endpoint's state. `ConfigError`
     and `UnsupportedError` mean that no endpoint has received a request, and `FencedError` that another trainer has

@@ -50,7 +50,7 @@ _SLACK_S = 30.0
 first.
 """
 _ANSWER_S = 2.0
-"""How much longer than the deadline, in seconds, rank 0 waits for answers; the ranks' work ends by itself at the
+"""How much longer than the deadline, in seconds, rank 0 waits for answers; the other ranks stop by themselves at the
 deadline.
 """
 
@@ -101,7 +101,7 @@ class PartOrder(WireModel):
 
 
 class AnswerOrder(WireModel):
-    """Answer the previous order."""
+    """Answer the previous order, and begin nothing new."""
 
     do: Literal["answer"] = "answer"
 
@@ -129,7 +129,7 @@ class Answer(WireModel):
 class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
     """The senders of all ranks, combined into one sender on rank 0.
 
-    ``own`` is rank 0's; the others have a `PartSender`.
+    ``own`` is the sender of rank 0; every other rank has a `PartSender`.
 
     Outside `sending`, buckets are gathered, and only ``own`` sends them.
     """
@@ -145,7 +145,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
         self._deadline_s = self._deadline = 0.0
         self._lock = threading.Lock()
         """Held while ranks exchange messages, because an abandoned call of an earlier publish may still be exchanging
-        some.
+        messages.
         """
 
     @property
@@ -377,7 +377,7 @@ class _Parts:
         self._update = update
         self._local = source.local_weights(update.buckets)
         self._waiting: Callable[[], None] | None = None
-        """The task that sends the most recently answered part."""
+        """Sends the part that was most recently described in an answer; None if its sending has begun."""
         self._leaving: Future[None] | None = None
         """The result of sending the previous part, which may be in progress."""
 

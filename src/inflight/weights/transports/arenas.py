@@ -282,7 +282,7 @@ class _Arena:
 
 
 _lent: list[_Arena] = []
-"""Arenas that were removed while a lock on them was held. They outlive their senders, and any sender closes them."""
+"""Arenas that were removed while a lock on them was held. They outlive their senders; any sender may close them."""
 
 
 def _close_unused() -> None:

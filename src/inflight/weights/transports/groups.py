@@ -138,7 +138,7 @@ class PolledGroup(CollectiveGroup):
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """How the groups of one backend are created. ``device_type`` is the type of device on which its buckets are.
+    """How the groups of one backend are created. ``device_type`` is the type of the device that holds its buckets.
 
     ``make`` receives a key store, the rank, the number of ranks, the local address and the timeout in seconds.
     """

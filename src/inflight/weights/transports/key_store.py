@@ -173,7 +173,7 @@ class KeyStore(dist.Store):  # type: ignore[misc]
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._connection = prove(connection, secret, rank)
                 return
-            except (EOFError, ConnectionResetError) as error:  # it had too many connections that prove nothing
+            except (EOFError, ConnectionResetError) as error:  # too many of its connections had proved nothing
                 if time.monotonic() > deadline:
                     raise transfer_error(error, f"reaching {self._where}") from error
                 time.sleep(_AGAIN_S)

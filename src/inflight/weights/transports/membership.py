@@ -40,7 +40,7 @@ _NONCE_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The ranks of a group that have met: the store through which they form it, and torch's if an engine needs it."""
+    """The ranks of a group that have met, the store through which they form it, and torch's store if it is needed."""
 
     keys: KeyStore
     torch_store: Any = None
@@ -161,7 +161,7 @@ def _prove_membership(
     proofs = group.gather(mine, max(deadline - time.monotonic(), 0.001))
     for other, proof in enumerate(proofs):
         _check(proof, spec, nonce, other)
-    # The sender's proof is for receivers alone: rank 0 sends it once it has theirs.
+    # Only receivers may learn the sender's proof, so rank 0 sends it after it has verified theirs.
     group.make_broadcast(mine, max(deadline - time.monotonic(), 0.001))()
     _check(mine, spec, nonce, 0)
 

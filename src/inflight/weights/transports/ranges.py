@@ -1,7 +1,7 @@
 """Reads files from an HTTP server in byte ranges, over a few connections at once, into existing memory.
 
 If a connection is cut, the rest of the range is requested again. This module uses http.client because it reads from the
-socket straight into the buffer, which takes a third of the time that clients that return chunks need.
+socket straight into the buffer, in a third of the time of clients that return chunks.
 """
 
 from __future__ import annotations

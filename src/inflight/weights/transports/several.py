@@ -46,7 +46,7 @@ class SeveralReceivers(WeightReceiver):
         return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def of_each(self, call: Callable[[int, WeightReceiver], None]) -> None:
-        """Call ``call`` concurrently with each sender's number and receiver, and return when all calls have.
+        """Call ``call`` concurrently with each sender's number and receiver, and return when all calls have returned.
 
         Raises the first error immediately. The other calls end when the group is left.
         """

@@ -110,7 +110,7 @@ class _File(SenderMemory):
     def _mapping(self) -> torch.Tensor:
         if self._mapped is None:
             mapping = mmap.mmap(self._fd, self._size_bytes)
-            # Every page at once: a fault for each one takes longer than to copy it.
+            # All pages at once: a page fault for each one would take longer than copying it.
             with contextlib.suppress(OSError):  # kernels before 5.14
                 mapping.madvise(_POPULATE_WRITE, 0, self._written_bytes)
             self._mapped = torch.frombuffer(mapping, dtype=torch.uint8)
