@@ -45,7 +45,9 @@ class _Module(NamedTuple):
 
 
 def digest(kind: str, target: str, implementation: str) -> str:
-    """Return the SHA-256 of the sources of a target of this kind, whose implementation has this name, in hexadecimal.
+    """Return the SHA-256 of the source code of a target, in hexadecimal.
+
+    ``kind`` is the kind of the target, and ``implementation`` is the name of its implementation.
 
     The result is empty if the package is unknown, for example if the target is the URL of another project's server.
     """

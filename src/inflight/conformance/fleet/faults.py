@@ -40,7 +40,7 @@ from inflight.wire import (
 T = TypeVar("T")
 
 _LATE_S = 6.0
-"""For how many seconds `Faults.flush` waits for late calls."""
+"""How long, in seconds, `Faults.flush` waits for late calls."""
 
 
 class Faults:

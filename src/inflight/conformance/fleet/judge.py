@@ -1,4 +1,4 @@
-"""The requirements on a schedule, whichever faults were injected.
+"""The requirements that every schedule must meet, whichever faults were injected.
 
 - No hang: every publish ends within its deadline plus the time to clean up, and no pause outlives its lease.
 - No false success: a server that is reported to have applied a version serves and reports it; a publish that returns
@@ -130,7 +130,7 @@ async def _poisoned(server: TestedServer) -> list[str]:
 
 
 async def together(servers: Sequence[TestedServer], shade: Shade) -> list[str]:
-    """Return the servers that do not serve the last publish, into which no faults were injected."""
+    """Return the servers that do not serve the version of the last publish, which had no injected faults."""
     problems = []
     for server in servers:
         if server.is_gone:

@@ -17,11 +17,11 @@ TRANSPORTS: tuple[Transport, ...] = ("gloo", "shm", "file", "http")
 SENDER = -1
 """Stands for the trainer's end of the data plane, in place of an endpoint's number."""
 RANK = -2
-"""Stands for the trainer's rank 1 where two ranks each send the tensors that they hold."""
+"""Stands for the trainer's rank 1 if two ranks each send the tensors that they hold."""
 RANK_LOST_S = 3.0
-"""By how much some stops of rank 1 outlast a deadline. By then, rank 0 has given up on rank 1."""
+"""How long, in seconds, some stops of rank 1 last beyond a deadline. By then, rank 0 has abandoned rank 1."""
 NUM_BUCKETS = 3
-"""Faults of buckets are injected into one of the first buckets; every update has at least this many."""
+"""A fault that concerns a bucket is injected into one of the first `NUM_BUCKETS`; every update has at least these."""
 
 
 class UpdateStep(StrEnum):

@@ -26,9 +26,9 @@ class TcpProxy:
         self.cut_after_bytes: int | None = None
         """A connection is cut once all connections together have carried this many more bytes, in either direction."""
         self.num_cuts = 0
-        """How many connections are to be cut in this way."""
+        """Number of connections that are still to be cut in this way."""
         self.num_corrupted = 0
-        """In how many pieces of answers the last byte is changed."""
+        """Number of pieces of answers in which the last byte is still to be changed."""
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)

@@ -37,7 +37,9 @@ class RankSettings:
 
 
 def run_rank(connection: Connection, control: Connection, settings: RankSettings) -> None:
-    """Act as rank 1: take part in one publish per message from ``control``, until that is closed or rank 0 is lost."""
+    """Act as rank 1: take part in one publish per message from ``control``, until ``control`` is closed or rank 0 is
+    lost.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     campaign = _Campaign(control)
@@ -66,7 +68,7 @@ def run_rank(connection: Connection, control: Connection, settings: RankSettings
                     link.lose(str(error))
                 campaign.tell({"ended": link.lost})
     except (EOFError, OSError):
-        return  # the campaign needs it no longer
+        return  # the campaign no longer needs it
     except BaseException:
         campaign.tell({"problem": traceback.format_exc()[-900:]})
         os._exit(1)

@@ -27,10 +27,12 @@ from inflight.conformance.fleet.trainer import FleetTrainer, TrainerSettings
 from inflight.errors import ConfigError
 
 _END_S = 15.0
-"""How many seconds clients have to finish their last request."""
+"""How long, in seconds, clients may take to finish their last request."""
 _FINAL_DEADLINE_S = 10.0
 _PAUSES_S = (0.1, 1.0)
-"""Time between two requests of a client if trainers have one rank, and if they have two, which also need the cores."""
+"""Seconds between two requests of a client, for trainers with one rank and with two; a second rank also needs the
+cores.
+"""
 _RANKS_SCALE = 3.0
 """Factor for the deadlines of trainers with two ranks, which exchange messages for each bucket."""
 _PAUSE_SLACK_S = 3.0  # the machine may be busy with other schedules
@@ -232,8 +234,8 @@ class _Schedule:
         if all(server.is_gone for server in self._servers):
             return
         version = 1 + max(shade.version for shade in self.palette.shades)
-        # The first publish may meet a restarted server without a group, and the second then forms a new group; or it
-        # may notice that rank 1 has been lost, and the second then is that of a new trainer.
+        # The first publish may find a restarted server that has no group; the second then forms a new group. Or the
+        # first may find that rank 1 has been lost; the second is then made by a new trainer.
         for _ in range(2):
             trainer = self._living_trainer()
             if trainer is None:
@@ -250,7 +252,7 @@ class _Schedule:
         self._problems += self._loop.run(judge.together(self._servers, last.shade), _JUDGE_S * self._testbed.scale)
 
     def _living_trainer(self) -> FleetTrainer | None:
-        """Return the latest trainer, or one that takes its place if it has ended; None if that one cannot connect."""
+        """Return the latest trainer or, if it has ended, its replacement; None if the replacement cannot connect."""
         latest = max(self._trainers, key=lambda t: t.incarnation)
         if latest.second_rank is not None and latest.second_rank.is_lost:
             latest.is_dead.set()

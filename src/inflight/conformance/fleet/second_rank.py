@@ -92,7 +92,7 @@ class SecondRank:
             self._control.send_bytes(json.dumps(order).encode())
 
     def end_publish(self) -> None:
-        """Return once rank 1 has also ended the publish that rank 0 has ended, or has exited."""
+        """Return once rank 1 has also ended the publish that rank 0 has ended, or once rank 1 has exited."""
         if not self._trainer_is_dead.is_set() and not self._has_ended.wait(self._end_s):
             self.problems.append(f"rank 1 did not end a publish within {self._end_s:g} s of rank 0")
 
@@ -131,7 +131,7 @@ class SecondRank:
             self._has_ended.set()
 
     def _inject(self, fault: Fault | None) -> None:
-        """Answer which fault is due. If it is a kill or a stop, carry it out before the answer or shortly after it."""
+        """Tell rank 1 which fault is due. Kill or stop it here, before the answer or shortly after it."""
         is_signal = fault is not None and fault.kind in (Kind.KILL, Kind.STOP, Kind.COME_BACK)
         if fault is None or not is_signal:
             if is_trainer := fault is not None and fault.kind is Kind.KILL_TRAINER:

@@ -205,8 +205,11 @@ class ServedTestbed(Testbed):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:
-        """Return the palette that all schedules share, because servers begin each schedule with the previous one's
-        weights."""
+        """Return the same palette for every schedule.
+
+        When a schedule begins, the servers still serve weights of the previous schedule, so its palette must contain
+        them.
+        """
         return self.shades
 
     @contextlib.contextmanager

@@ -120,7 +120,9 @@ class Testbed(Protocol):
 
     @abstractmethod
     def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:
-        """Return the palette of a seed's schedule. It contains all shades with which the servers begin."""
+        """Return the palette of a seed's schedule. It contains every shade that a server serves when the schedule
+        begins.
+        """
 
     @abstractmethod
     def servers(self, palette: Palette, frozen: tuple[str, ...]) -> AbstractContextManager[Sequence[TestedServer]]:

@@ -47,7 +47,8 @@ class ShadeSource(PartialWeightSource):
 
 
 class ShardedShadeSource(ShadeSource, ShardedWeightSource):
-    """One of two ranks. Of most tensors, each rank sends some rows; each other tensor is sent whole by one rank.
+    """One of two ranks. Each rank sends some of the rows of most tensors; every other tensor is sent whole by one of
+    the ranks.
 
     ``reach`` is called before each part and each message, with its kind and the bucket's index. While `is_sharded` is
     False, publishes gather the weights on rank 0, which also has the whole tensors.
@@ -90,7 +91,7 @@ class ShardedShadeSource(ShadeSource, ShardedWeightSource):
 
 
 def sharding(index: int, shape: tuple[int, ...]) -> Sharding:
-    """Return which boxes of tensor number ``index`` each of two ranks sends."""
+    """Return the boxes of tensor number ``index`` that each of the two ranks sends."""
     whole: Box = tuple((0, size) for size in shape)
     num_rows = shape[0] if shape else 1
     kind = index % 5 if num_rows > 2 else index % 2 + 3

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 _BUCKET_ELEMENTS = 10_000
 CLEAN_UP_S = 6.0
-"""How many seconds beyond its deadline a publish may take."""
+"""How long, in seconds, a publish may take beyond its deadline."""
 _CONNECT_S = 2.0
 _HANG_S = 20.0
 """A publish that has not returned this many seconds after its deadline counts as hung."""
