@@ -235,7 +235,10 @@ def _completion(index: int, item: Mapping[str, Any], sampling: SamplingParams, l
 def tokens_of(
     item: Mapping[str, Any], sampling: SamplingParams, limits: RequestLimits
 ) -> tuple[tuple[int, ...], tuple[float, ...], FinishReason | None]:
-    """Return the tokens and logprobs of a completion or a part of it, and why it ends with them, if it does."""
+    """Return the tokens, the logprobs and the finish reason of a completion, or of a part of one.
+
+    The finish reason is None if the completion continues after this part.
+    """
     meta = item["meta_info"]
     token_ids: Sequence[int] = item["output_ids"]
     reason = (meta["finish_reason"] or {"type": None})["type"]

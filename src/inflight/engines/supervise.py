@@ -7,10 +7,10 @@ On SIGQUIT, or when the command itself ends, the remaining processes have half a
 An engine starts processes of its own, and an owner that is killed cannot end them. This process runs between the owner
 and the engine, and does nothing else: its input ends no matter how its owner ends. On Linux, it adopts descendants
 whose parent ended, so it loses track of none; if this process itself is killed, the command dies with it. Killed
-processes leave semaphores and shared memory behind; those that this process has seen in their memory maps are removed
-by name. vLLM leaves sockets and files in the temporary directory, however it ends; the command therefore gets a
-temporary directory of its own, which is removed at the end. This module is run as a file and imports only the standard
-library, because it must start quickly and stay small.
+processes leave semaphores and shared memory behind. This process therefore records which of these appear in the memory
+maps of running processes, and removes them by name. vLLM leaves sockets and files in the temporary directory, however
+it ends; the command therefore gets a temporary directory of its own, which is removed at the end. This module is run as
+a file and imports only the standard library, because it must start quickly and stay small.
 """
 
 from __future__ import annotations

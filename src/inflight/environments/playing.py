@@ -39,7 +39,8 @@ T = TypeVar("T")
 _MAX_WHY = 500
 _MAX_TURNS = 10_000
 _MAX_PROMPT_TOKENS = 1 << 26
-"""Limit for the prompt tokens of all turns of an episode together, half a gigabyte: each turn keeps its whole prompt.
+"""Maximum number of prompt tokens in all turns of an episode together (half a gigabyte), because each turn keeps its
+whole prompt.
 """
 _LATE_S = 1.0
 

@@ -50,7 +50,7 @@ class PlayedEpisode(WireModel):
     calls: tuple[RecordedCall, ...] = ()
     reward: float = 0.0
     role_rewards: Mapping[str, float] = Field(default_factory=dict)
-    """Rewards of roles that differ from the episode's."""
+    """The rewards of those roles whose reward differs from the episode's."""
     num_rewritten: int = 0
     """How often a template rendered the history differently, so that a conversation continued as a new rollout."""
     failure: str | None = None

@@ -37,7 +37,7 @@ OwnAggregation = Aggregation | None
 
 @dataclass(frozen=True, slots=True)
 class PenaltyTerms:
-    """The penalty of each target before coefficient and weights, and values whose means are worth logging."""
+    """The penalty of each target, before coefficient and weights are applied, and values whose means are logged."""
 
     loss_N: torch.Tensor
     means: Mapping[str, torch.Tensor] = field(default_factory=dict)

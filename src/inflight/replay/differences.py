@@ -68,8 +68,9 @@ class StepDifference:
 
 @dataclass(frozen=True, slots=True)
 class WeightDifference:
-    """The difference between final weights: its L2 norm relative to that of the change by training, and its largest
-    element."""
+    """The difference between final weights: its L2 norm, divided by that of the change that training made, and its
+    largest element.
+    """
 
     relative: float
     largest: float

@@ -83,7 +83,7 @@ async def sample_again(
     Seeds, prompts and settings are those of the run. For a record in a run directory, the events show which completions
     formed a request; otherwise each group counts as one request. Completions that were continued after an abort are
     omitted. The result is empty if no completion remains. Raises `UnsupportedError` if the endpoint does not support
-    seeds, and `ConfigError` if it serves another version that a run published to it.
+    seeds, and `ConfigError` if a run has published a version other than ``version`` to it.
     """
     capabilities = await endpoint.capabilities()
     if not capabilities.seeds:
@@ -129,8 +129,8 @@ async def score_again(
 
     Seeds have no effect on scores, so any engine can be compared, and turns of environments as well. Tokens after an
     update are omitted, because they may depend on keys and values that older weights computed. Rollouts with images and
-    rollouts that were not sampled at temperature 1 are omitted as well. Raises `ConfigError` if the endpoint serves
-    another version that a run published to it.
+    rollouts that were not sampled at temperature 1 are omitted as well. Raises `ConfigError` if a run has published a
+    version other than ``version`` to the endpoint.
     """
     found: list[Scored] = []
     groups = (group for step in read_steps(record) if step.version >= version for group in step.groups)

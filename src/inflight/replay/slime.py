@@ -69,7 +69,7 @@ def _steps(
 
 
 def _numpys() -> list[Any]:
-    """Return the classes that a pickle of numpy arrays and numbers names, under their names in numpy 1 and 2."""
+    """Return the classes that pickles of numpy arrays and numbers refer to, by their names in numpy 1 and 2."""
     made_by = (getattr(np._core.multiarray, name) for name in ("_reconstruct", "scalar"))  # type: ignore[attr-defined]
     named = [(it, f"numpy.{core}.multiarray.{it.__name__}") for it in made_by for core in ("core", "_core")]
     numbers = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"]

@@ -77,7 +77,7 @@ def replay_config(
     num_ranks: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """Return the configuration of a replay in ``directory``, which is that of the run without its servers.
+    """Return the configuration of a replay in ``directory``: that of the recorded run, without its servers.
 
     ``base`` is used in place of the recorded configuration, which a record may lack. The trainer options of the run are
     kept only if its trainer is kept. Raises `ConfigError`.

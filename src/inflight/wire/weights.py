@@ -117,7 +117,7 @@ class Sharding(WireModel):
                 return f"the box {list(box)} is empty or outside its shape {list(shape)}"
         num_compared = 0
         beside: list[Box] = []
-        """The earlier boxes that share rows with the next one."""
+        """The earlier boxes whose range in the first dimension overlaps that of the next box."""
         for box in boxes:
             beside = [other for other in beside if box and other[0][1] > box[0][0]]
             num_compared += len(beside)

@@ -281,7 +281,7 @@ class _RefusedError(Exception):
 def _guarded(handle: Handler, token: str, is_stopping: Callable[[], bool]) -> Handler:
     """Return a handler that checks the key before it reads the body, and reports errors as JSON.
 
-    The SDK repeats a call after the statuses 408, 409, 429 and 500 or above, and gives up after any other error.
+    The SDK repeats a call after the statuses 408, 409, 429 and 500 or above, and treats any other error as final.
     """
 
     async def guarded(request: Request) -> Response:

@@ -107,7 +107,7 @@ class Futures:
             entry.num_waiting -= 1
             if entry.is_repeatable and not (entry.done.is_set() or entry.num_waiting):
                 self._remove_after(request_id, entry, ABANDONED_S)
-        if entry.outcome is not None:  # it is None where everything is being closed
+        if entry.outcome is not None:  # None if all futures are being closed
             self._remove_after(request_id, entry, KEPT_AFTER_RETRIEVAL_S)
         return entry.outcome
 

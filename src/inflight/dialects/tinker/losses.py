@@ -1,4 +1,4 @@
-"""The losses of Tinker's API for each row. They are summed over all rows of all data, without a mean.
+"""The losses of Tinker's API, computed for each row and summed over all rows of all data, not averaged.
 
 ``l`` are the trainer's logprobs of the targets, ``q`` are the sampler's, and ``r = exp(l - q)``. Sources: the loss
 functions of Tinker's documentation, PPO (Schulman et al. 2017), CISPO (MiniMax 2025), DRO (Richemond et al. 2024) and
@@ -22,7 +22,7 @@ from inflight.errors import InvalidRequestError, UnsupportedError
 Inputs = Mapping[str, torch.Tensor]
 Settings = Mapping[str, float]
 WEIGHTS = "weights"
-"""The factor of each row's loss, an input of every loss; it is 1 in data without it."""
+"""The input by which each row's loss is multiplied. Every loss accepts it; if a datum lacks it, the factor is 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def _ratio(l_T: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 
 
 def _bounds(inputs: Inputs, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bounds of the ratio: those of each row's datum, and those of the settings where it has none."""
+    """Return the bounds of the ratio: those of each row's datum or, if it has none, those of the settings."""
     like_T = inputs["advantages"]
     low, high = (
         torch.where(given_T.isnan(), settings[name], given_T)

@@ -1,6 +1,6 @@
-"""Which models of a server of Tinker's API have ranks: at most as many as the backend can train at a time.
+"""Decides which models of a server of Tinker's API have ranks: at most as many as the backend can train at a time.
 
-Another model is parked: its state is on disk, and it receives ranks again when a client calls it.
+Any other model is parked: its state is on disk, and it receives ranks again when a client calls it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inflight.dialects.tinker.tinker_model import MAX_KEPT_TOKENS, TinkerModel
 from inflight.errors import InflightError, UnsupportedError
 
 _TURN_S = 30.0
-"""How long a model whose client keeps calling it keeps its ranks, in seconds, if another model waits for them."""
+"""How long, in seconds, a model that is called again and again keeps its ranks while another model waits for them."""
 
 
 class ModelSlots:

@@ -21,7 +21,7 @@ from inflight.model.prefixes import prefix_ids_of_texts
 from inflight.types import MicroBatch
 
 _IF_ABSENT = {WEIGHTS: 1.0, **dict.fromkeys(THRESHOLDS, np.nan)}
-"""Values of the inputs of a datum that does not have them; the losses replace NaN with the setting."""
+"""The values of inputs that a datum lacks; the losses replace NaN with the setting."""
 
 
 @dataclass(frozen=True, slots=True)

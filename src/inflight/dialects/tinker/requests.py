@@ -182,7 +182,7 @@ class TensorData(TinkerRequest):
 
 
 class TinkerSampling(TinkerRequest):
-    """How tokens are drawn. A ``top_k`` of -1 turns that filter off."""
+    """How tokens are drawn. A ``top_k`` of -1 disables that filter."""
 
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None

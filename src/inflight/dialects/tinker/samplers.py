@@ -27,7 +27,7 @@ _NUM_SNAPSHOTS = 16
 the SDK does not report when a program no longer needs one.
 """
 _NUM_TRIES = 3
-"""Number of attempts to sample if the server ends each time."""
+"""Maximum number of attempts to sample if the server ends during each of them."""
 _NUM_SEQUENCES = 65536
 """Number of sampled sequences whose version spans are kept."""
 

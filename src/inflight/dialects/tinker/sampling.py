@@ -27,7 +27,7 @@ _STOP_REASONS = {"stop": 0, "length": 1}
 def generate_request_of(sample: Sample, token_ids: tuple[int, ...]) -> GenerateRequest:
     """Return the request for the samples.
 
-    Without ``stop``, only the end-of-sequence token ends a sample; with ``[]``, it does not end one either.
+    Without ``stop``, only the end-of-sequence token ends a sample; if ``stop`` is ``[]``, not even that token does.
     """
     asked = sample.sampling_params
     stop = [asked.stop] if isinstance(asked.stop, str) else list(asked.stop or [])

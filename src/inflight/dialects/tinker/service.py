@@ -44,7 +44,7 @@ IDLE_S = 1800.0
 _NUM_FINISHED = 1000
 """Number of finished sessions that can still be queried."""
 SILENT_S = 60.0
-"""Seconds of a client's silence after which a new model may replace its model, whose state is kept for a week."""
+"""Seconds for which a client must be silent before a new model may replace its model, which is then kept for a week."""
 
 
 @dataclass(eq=False, slots=True)

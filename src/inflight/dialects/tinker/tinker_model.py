@@ -17,8 +17,8 @@ from inflight.dialects.tinker.ordering import OrderedCalls
 from inflight.errors import InvalidRequestError, WorkerDiedError
 
 MAX_KEPT_TOKENS = 1 << 22
-"""Number of tokens whose gradients can be computed again when a model is unparked. A model with more of them since its
-last step is not parked.
+"""Maximum number of tokens whose gradients are computed again when a model is unparked. A model that has received more
+of them since its last step is not parked.
 """
 
 

@@ -73,7 +73,7 @@ async def open_sandbox(task: HarborTask, max_output_bytes: int) -> AsyncIterator
 
 
 def machine_problem(image: str | None) -> str | None:
-    """Return why this machine cannot run a task with this image (None: without an image), or None if it can."""
+    """Return why this machine cannot run a task, or None if it can. ``image`` is None for a task without an image."""
     if image is not None:
         try:
             container_engine(image)

@@ -57,7 +57,8 @@ from inflight.wire import (
 _NUM_FINISHED = 256
 _MAX_BODY_BYTES = 64 * 1024
 _FAILED_S = 30.0
-"""For this many seconds after it failed an episode, an endpoint receives new ones only if all others have failed too.
+"""For this many seconds after an episode has failed on it, an endpoint receives new episodes only if all others have
+failed too.
 """
 
 
@@ -90,7 +91,7 @@ class _Host:
 
 
 class EpisodeService:
-    """Opens a limited number of episodes, each on the endpoint with the fewest open ones, and closes idle episodes."""
+    """Opens a limited number of episodes, each on the endpoint with the fewest open episodes, and closes idle ones."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class EpisodeService:
         """The index of the endpoint that each episode is on."""
         self._role_keys: dict[PlayingEpisode, list[str]] = {}
         self._failed: dict[int, float] = {}
-        """When each endpoint last failed an episode, by the endpoint's index."""
+        """When an episode last failed on each endpoint, by the endpoint's index."""
         self._finished: OrderedDict[str, dict[str, Any]] = OrderedDict()
         """The answers to the latest calls of ``/finish``, for clients that repeat a call."""
         self._numbers = itertools.count(1)

@@ -60,7 +60,7 @@ def history_of(messages: Sequence[Message], tools: Tools) -> list[bytes]:
 def identity(message: Message) -> bytes:
     """Return a digest that is equal for equivalent messages.
 
-    Fields that are absent, None or empty make no difference, nor does white space in the arguments of a call.
+    Absent, None and empty fields are equivalent, and white space in the arguments of a call is ignored.
     """
     said = _without_nothing(message)
     said["tool_calls"] = [_without_nothing(call) | _function_of(call) for call in message.get("tool_calls") or ()]

@@ -212,7 +212,7 @@ def _add(message: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredTool:
-    """A tool that the model is offered."""
+    """A tool that is offered to the model."""
 
     name: str
     kind: str
@@ -226,8 +226,9 @@ class DeclaredTool:
 
 
 def declared_tools(tools: Any, where: str, namespace: str | None = None) -> Iterator[DeclaredTool]:
-    """Yield the tools that the model is offered, including those in namespaces. Tools that OpenAI's servers run are
-    omitted.
+    """Yield the tools to offer to the model, including those in namespaces.
+
+    Tools that OpenAI's servers would run are omitted.
 
     Raises `InvalidRequestError` for any other tool.
     """

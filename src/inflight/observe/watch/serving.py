@@ -53,7 +53,7 @@ def asset(name: str) -> str:
 
 
 class Follower(threading.Thread):
-    """Adds the existing and new events of a run to its model until stopped."""
+    """Reads the events that a run has written and those that it adds, and updates the run's model, until stopped."""
 
     def __init__(self, run: RunModel) -> None:
         super().__init__(name=f"inflight-watch-{run.directory.name}", daemon=True)

@@ -1,4 +1,4 @@
-"""HistoPipe assigns endpoints by expected length, in alternating order (RhymeRL, arXiv 2508.18588, section 5)."""
+"""Assigns groups to endpoints by expected length, in alternating order (RhymeRL, arXiv 2508.18588, section 5)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class HistoPipe(Scheduler):
 
     The work of the rank groups grows linearly with their rank, with the smallest slope at which the last group can
     still hold the longest completions; ``linear = False`` makes groups of equal size instead. Odd rounds assign the
-    groups to the endpoints from short to long, and even rounds from long to short, so that two consecutive rounds take
-    equally long on every endpoint. Two rounds are open at a time: an endpoint that has finished one begins the next, so
-    tokens are at most one round stale.
+    groups to the endpoints from short to long, and even rounds from long to short, so that two consecutive rounds
+    together take the same time on every endpoint. Two rounds are open at a time: an endpoint that has finished one
+    begins the next, so tokens are at most one round stale.
 
     If ``rank_groups`` is set, each round is cut into that many groups of equal size, and whole endpoints are allocated
     to the groups so that the groups' times grow roughly linearly, as RhymeRL allocates workers. This works only with
@@ -31,7 +31,7 @@ class HistoPipe(Scheduler):
 
     A completion that is ``outlier`` times as long as the longest prediction of its rank group is aborted once, if its
     endpoint keeps the sampled tokens, and continues on the least loaded endpoint. RhymeRL also moves such completions,
-    but recomputes them; it does not publish its threshold.
+    but recomputes them; its threshold is not published.
     """
 
     def __init__(

@@ -13,7 +13,9 @@ from inflight.rollouts.rounds import Rounds, issue_in_order, record_decision, un
 
 
 class OverProvision(Scheduler):
-    """Offers ``surplus`` times as many groups as a step needs, and aborts the rest once the step is ready.
+    """Starts more groups than a step needs, and aborts the remaining ones once the step is ready.
+
+    The number of groups that a step needs is multiplied by ``surplus``.
 
     Aborted completions are resumed first in the next step (APRIL, arXiv 2509.18521); they keep their tokens if their
     endpoint supports that. This helps if a step has to wait for its last completion, as in conventional mode.
@@ -73,12 +75,14 @@ class OverProvision(Scheduler):
 
 
 class TailRounds(Scheduler):
-    """Races ``surplus`` times as many groups as a step needs, and keeps the slowest for a separate round.
+    """Starts more groups than a step needs, and keeps the slowest ones for a separate round.
 
-    Once a round has as many finished groups as it needs, the others are aborted and wait. When enough groups wait for a
-    whole round, the next round consists of them and has no surplus. This is about one in 1 / (``surplus`` - 1) rounds
-    (RollPacker, arXiv 2509.21009, with a surplus of 1.25). RollPacker also races more completions per group than it
-    trains on. This scheduler does not, because a group is trained on as a whole.
+    The number of groups that a step needs is multiplied by ``surplus``.
+
+    Once a round has as many finished groups as it needs, the others are aborted and wait. When enough of these groups
+    wait to fill a round, the next round consists of them and has no surplus. About 1 / (``surplus`` - 1) rounds with a
+    surplus come before each such round (RollPacker, arXiv 2509.21009, with a surplus of 1.25). RollPacker also races
+    more completions per group than it trains on. This scheduler does not, because a group is trained on as a whole.
     """
 
     def __init__(

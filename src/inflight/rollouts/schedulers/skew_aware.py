@@ -18,11 +18,12 @@ from inflight.rollouts.rounds import Queues, Rounds
 class SkewAware(Scheduler):
     """Reserves endpoints for the items of a round with the longest predictions, and issues the longest items first.
 
-    These items, a share of ``tail``, are the long part. The number of endpoints for it minimizes the larger of the
-    latencies of the two parts (algorithm 2, with a tail of 20 %). A latency is the time per token at the resulting
-    batch size times a length, which is the 90th percentile of the predictions in the long part, and their median in the
-    rest. The time per token is constant up to a batch of ``knee`` and proportional to the batch beyond it. If ``knee``
-    is None, the capacity of an endpoint is used, so that the batch never slows tokens down.
+    The long part consists of the items with the longest predictions, a share of ``tail``; the short part is the rest.
+    The long part receives the number of endpoints that minimizes the larger of the two parts' latencies (algorithm 2,
+    with a tail of 20 %). The latency of a part is the time per token at the resulting batch size times a length: for
+    the long part, the 90th percentile of the round's predictions, and for the short part, their median. The time per
+    token is constant up to a batch of ``knee`` and proportional to the batch beyond it. If ``knee`` is None, the
+    capacity of an endpoint is used, so that the batch never slows tokens down.
 
     Within each part, items are assigned to the endpoint with the least predicted work, longest first (LPT, within 4/3
     of the optimum, Graham 1969). ``tail = 0`` is LPT alone.

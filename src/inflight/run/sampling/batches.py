@@ -67,8 +67,9 @@ def make_batch(
     discount: float = 1.0,
     critic: TurnCritic | None = None,
 ) -> StepBatch:
-    """Return the batch of finished groups, for a step that starts from ``version``, shaped by ``composer`` if there is
-    one.
+    """Return the batch of a step that starts from ``version``, made from finished groups.
+
+    If there is a ``composer``, it shapes the batch.
 
     A rollout whose tokens are all too old yields no sample, but denominators that count rollouts still count it. The
     critic, if there is one, learns from the groups after their advantages are computed.
@@ -139,7 +140,9 @@ def frames_of(
 def logprobs_of_samples(
     samples: Sequence[Sample], packing: Packing, by_share: Sequence[Sequence[npt.NDArray[np.float32]]]
 ) -> list[Sequence[float]]:
-    """Return the trainer logprobs of each sample's completion tokens, from those of each share's micro-batches.
+    """Return the trainer logprobs of the completion tokens of each sample.
+
+    ``by_share`` contains, for each share of the data, the logprobs of its micro-batches.
 
     ``packing`` must be the one passed to `frames_of`, because it assigns samples to micro-batches.
     """

@@ -37,7 +37,7 @@ from inflight.types import TaskItem
 _HEAD = struct.Struct("<QQIi")
 """Number of the call, index of the item, its level (0 without a curriculum) and number of its completions."""
 _ITEM = -1
-"""Replaces the number of completions in a call that requests the item."""
+"""In a call that requests the item itself, this takes the place of the number of completions."""
 _READY = 0
 """The number of the call that is answered once the process is ready."""
 _SIZE = struct.Struct("<I")
@@ -54,7 +54,7 @@ How = Literal["together", "in turn"]
 class ScoringPool:
     """Up to ``size`` processes, started when they are needed. Use it in one event loop only.
 
-    With ``how`` "together" there is one process for all calls.
+    If ``how`` is "together", one process answers all calls.
     """
 
     size: int
