@@ -66,8 +66,7 @@ class EtaGate(StalenessPolicy):
 class TrajectoryLag(StalenessPolicy):
     """Masks each completion whose first token has a lag above ``max_lag``, as RollArt does per trajectory.
 
-    The other completions of the group are still trained on. Admission is that of
-    `MaxLag`.
+    The other completions of the group are still trained on. Admission is the same as for `MaxLag`.
     """
 
     max_lag: int

@@ -102,7 +102,7 @@ class PublishRecord:
 
 @dataclass(eq=False)
 class FleetTrainer:
-    """One incarnation of the run's trainer. If ``given_incarnation`` is None, it determines its own number."""
+    """One incarnation of the run's trainer. If ``given_incarnation`` is None, the trainer determines its own."""
 
     servers: Sequence[TestedServer]
     faults: Faults

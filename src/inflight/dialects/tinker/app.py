@@ -53,7 +53,7 @@ CLIENT_CONFIG = {
 _CHECKPOINT = "/training_runs/{model_id}/checkpoints/{kind}/{name}"
 _NO_ACCOUNTS = "this server has no accounts"
 _NO_PROJECTS = "this server has no projects"
-_NEEDS_KIND = "name a checkpoint by its kind too: weights/NAME or sampler_weights/NAME, as lists of checkpoints do"
+_NEEDS_KIND = "include the checkpoint's kind, as in lists of checkpoints: weights/NAME or sampler_weights/NAME"
 _REFUSED_ROUTES: tuple[tuple[str, str, str], ...] = (
     ("DELETE", "/training_runs/{model_id}/checkpoints/{name}", _NEEDS_KIND),
     ("POST", f"{_CHECKPOINT}/publish", f"{_NO_ACCOUNTS}: all clients share its key, and with it every checkpoint"),

@@ -41,7 +41,7 @@ class FailedCall:
 
 
 class GoneError(Exception):
-    """No future has this id: its result was retrieved long ago, its client fell silent, or the server was restarted."""
+    """No future has this id: its result was retrieved or abandoned long ago, or the server was restarted."""
 
 
 @dataclass(eq=False, slots=True)

@@ -82,9 +82,9 @@ class ModelSlots:
             if not candidates:
                 raise UnsupportedError(
                     f"these models are in training: {', '.join(it.model_id for it in alive)}; this server trains at "
-                    f"most {len(alive)} at a time (--models), and these keep their place, because samplers of the kind "
-                    f"'inflight' follow them or they have a gradient of more than {MAX_KEPT_TOKENS} tokens: close a "
-                    "client, or wait until one that ended without closing has been silent for a minute"
+                    f"most {len(alive)} at a time (--models), and none of these can be parked, because samplers of the "
+                    f"kind 'inflight' follow them or they have a gradient of more than {MAX_KEPT_TOKENS} tokens: close "
+                    "a client, or wait until a client that ended without closing has been silent for a minute"
                 )
             if unused := [model for model in candidates if not (model.num_running or model.calls.num_open)]:
                 await self._park(min(unused, key=lambda it: it.last_request_at))

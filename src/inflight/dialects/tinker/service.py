@@ -157,7 +157,7 @@ class TinkerService:
     # ----------------------------------------------------------------------------------------------------- models
 
     def create_model(self, asked: CreateModel) -> str:
-        """Return the request id of a future that creates a model. Raises `InvalidRequestError` for another base."""
+        """Return the request id of a future that creates a model. Another base model raises `InvalidRequestError`."""
         check_base(self.backend, asked.base_model)
         _check_optimizer(asked.optimizer_config)
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"

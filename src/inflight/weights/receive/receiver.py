@@ -282,7 +282,7 @@ class UpdateReceiver:
         self._sink.note_committed()
 
     async def _wait_until_applied(self) -> None:
-        """Return when no commit is in progress. If there is none, do not yield, so that none can begin."""
+        """Return when no commit is in progress. If none is, return without an await, so that none can begin."""
         while self._applying is not None and not self._applying.done():
             await asyncio.wait([self._applying])
 

@@ -305,7 +305,8 @@ class UpdateStateMachine:
     def abort(self, *, torn: bool = False) -> None:
         """End the open update, if any. The old weights are whole if no byte was applied, and torn otherwise.
 
-        ``torn`` is for an engine that applies bytes as they arrive: it states that this happened before `begin_apply`.
+        ``torn`` is for an engine that applies bytes as they arrive: it states that some were applied before
+        `begin_apply`.
         """
         if self._open is None:
             self._num_changes += 1
@@ -374,7 +375,7 @@ class UpdateStateMachine:
             )
 
     def _take(self, event: UpdateEvent, refusal: str | None = None) -> None:
-        """Change the state according to the table, or raise an error, with the text ``refusal`` for an early event."""
+        """Change the state according to the table; without a transition, raise an error with the text ``refusal``."""
         after = TRANSITIONS.get((self._state, event))
         if after is None and refusal is not None:
             raise UpdateRefusedError(refusal)

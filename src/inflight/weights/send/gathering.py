@@ -18,7 +18,7 @@ from inflight.weights.encode.parts import part_specs
 from inflight.wire import InFlightPolicy, Manifest, TensorSpec, WeightUpdate
 
 _LEASE_SLACK_S = 5.0
-"""How long, in seconds, an endpoint keeps an update open after the deadline without a call from the publisher."""
+"""How long after the deadline, in seconds, an endpoint keeps an update open if the publisher makes no call."""
 _PREPARATION_SHARE = 0.9
 """Share of the time until the deadline within which endpoints must prepare. A longer drain would leave no time to send
 the weights.

@@ -32,8 +32,8 @@ from inflight.wire import BucketTransfer, Capabilities, InFlightPolicy, WeightUp
 _REFUSAL_GRACE_S = 1.0
 """How long, in seconds, to wait for the other endpoints' answers to the request after one has refused it."""
 _COLLECTIVE_GRACE_S = 0.1
-"""How much longer, in seconds, receiving may take than sending: in a collective transfer, an endpoint may be waiting
-only for another endpoint.
+"""How much longer than sending, in seconds, receiving may take: in a collective transfer, an endpoint may have to wait
+for another endpoint.
 """
 _SHARE_OF_PARTS = 0.9
 """Share of the remaining time within which an endpoint has to receive the parts of a bucket."""
@@ -279,7 +279,7 @@ class Publish:
     async def _send_one(self, bucket: WeightBucket) -> None:
         """Send a bucket and ask every endpoint to receive it. Return once each has received the previous bucket."""
         timeout_s = self._remaining_s()
-        # An endpoint knows which of several senders it waits for: its error should arrive before the deadline.
+        # An endpoint knows for which of several senders it waits, so its error should arrive before the deadline.
         transfer = bucket_transfer(bucket, self._update.ref, timeout_s * (_SHARE_OF_PARTS if bucket.others else 1.0))
 
         async def offer(feed: MemoryObjectSendStream[BucketTransfer]) -> None:

@@ -57,8 +57,8 @@ class WeightGroup:
         """Form the group of these endpoints, unless it is the current one. Return why some of them could not join.
 
         An endpoint may be missing only if the transport is not collective and ``num_needed`` others have joined.
-        Otherwise, its error or `TransferError` is raised in time; no group then remains, and servers that are waiting
-        for it are notified.
+        Otherwise, its error or `TransferError` is raised within about ``timeout_s``; no group then remains, and servers
+        that are waiting for the group are notified.
         """
         if not endpoints:
             raise ConfigError("no endpoint is left to publish the weights to")

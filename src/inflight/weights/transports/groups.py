@@ -25,8 +25,8 @@ from inflight.weights.transports.store import ABANDONED
 
 dist: Any = torch.distributed  # its stubs leave out Gloo's options and the stores
 GRACE_S = 0.5
-"""How much longer than its timeout, in seconds, a call may take, so that its own, more specific error arrives. torch's
-store may retry for twice its timeout; the call is abandoned after this.
+"""How much longer than its timeout, in seconds, a call may take, so that its own, more specific error arrives first.
+The call is then abandoned, because torch's store may retry for twice its timeout.
 """
 _SHORTEST_POLL_S = 0.0001
 _LONGEST_POLL_S = 0.001

@@ -36,7 +36,7 @@ class FileMemory(ArenaMemory):
 
     def __init__(self) -> None:
         self._mappings: dict[int, mmap.mmap] = {}
-        """Keyed by inode, which no other file can have while the mapping exists; the most recently used one is last."""
+        """Mappings by inode, which stays unique while the mapping exists; the most recently used mapping is last."""
 
     def spec(self, run_id: str, directory: Path, timeout_s: float) -> ArenaSpec:
         return DirectorySpec(run_id=run_id, transport="shm", directory=str(directory), timeout_s=timeout_s)
@@ -56,7 +56,7 @@ class FileMemory(ArenaMemory):
         inode = os.fstat(fd).st_ino
         mapping = self._mappings.pop(inode, None)
         if mapping is None:
-            # A mapping keeps its file open. Opened again, so that it does not keep the lock of ``fd`` as well.
+            # A mapping keeps its file open. Opening it again ensures that the mapping does not keep the lock of ``fd``.
             again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 mapping = mmap.mmap(again, size_bytes, access=mmap.ACCESS_COPY)
