@@ -46,7 +46,7 @@ def max_connections() -> int:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that is closed if its request takes too long to arrive, or as the oldest idle one of too many."""
+    """A connection that is closed if its request is late, or if it is the oldest idle one of too many."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

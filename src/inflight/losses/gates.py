@@ -30,7 +30,7 @@ class GatedLoss:
     pull_N: torch.Tensor
     """g / A of each target, detached: the weight of its score in the gradient, at the level of the ratio."""
     fractions: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Booleans [N] whose means are worth logging."""
+    """Booleans [N] whose means are logged."""
 
 
 class Score(Piece):
