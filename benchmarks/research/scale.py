@@ -3,7 +3,8 @@
 ``python -m benchmarks.research.scale`` writes ``benchmarks/results/scale.json``; ``--only`` does a part and keeps the
 others. The rounds of ``ray`` train the same run with launcher ``local`` and with ``ray``, in turns. ``curve`` learns
 on two hosts, undisturbed and with a host killed that has the trainer rank and one of two servers; it also plots
-``docs/images/scale.png``.
+``docs/images/scale.png``. ``senders`` learns in network namespaces, with two trainer hosts that both send weights, of
+which one is killed and comes back, and two server hosts; it needs root and is not part of a run without ``--only``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import matplotlib.pyplot as plt
 from benchmarks.quickstart import ROOT, quickstart_model
 from benchmarks.results import read_results, write_results
 from tests.launchers.clusters import RayCluster, python_path, ray_cluster
+from tests.launchers.namespaced import NamespacedCluster, namespaced_cluster
 
 from inflight.run.record.plots import smoothed
 
@@ -39,12 +41,16 @@ _LIMIT_S = 3600.0
 class Run:
     """``inflight train`` of the quickstart in a directory."""
 
-    def __init__(self, directory: Path, model: Path, *overrides: str, ray: RayCluster | None = None) -> None:
+    def __init__(
+        self, directory: Path, model: Path, *overrides: str, ray: RayCluster | NamespacedCluster | None = None
+    ) -> None:
         self.directory = directory
         command = [sys.executable, "-m", "inflight", "train", str(ROOT / "examples" / "quickstart.toml")]
         command += ["--model.path", str(model), "--run.directory", str(directory), *overrides]
         if ray is not None:
             command += ["--launcher", "ray"]
+        if isinstance(ray, NamespacedCluster):
+            command = ["ip", "netns", "exec", ray.head.name, *command]
         where = {} if ray is None else {"RAY_ADDRESS": ray.address}
         self._log = directory.with_suffix(".log")
         with self._log.open("wb") as log:
@@ -167,6 +173,33 @@ def part_curve(folder: Path, model: Path, num_steps: int) -> dict[str, Any]:
     return result
 
 
+def part_senders(folder: Path, model: Path, num_steps: int) -> dict[str, Any]:
+    """Learn with two trainer hosts that send their parts of the weights, one of which is killed and comes back."""
+    with namespaced_cluster(folder, "trainer_1", "trainer_2", "server_1", "server_2") as cluster:
+        settings = ("--servers.count", "2", "--servers.place", "server", "--servers.max_concurrent", "128")
+        settings += ("--train.place", "trainer", "--train.num_ranks", "2")
+        settings += ("--updates.sharded", "true", "--updates.transport", "http")
+        settings += ("--run.restarts", "1", "--run.checkpoint_every_steps", "10", "--run.num_steps", str(num_steps))
+        run = Run(folder / "senders", model, *settings, ray=cluster)
+        run.wait_until(lambda: len(run.rows()) > num_steps // 3)
+        killed_at = run.rows()[-1]["version"]
+        cluster.kill("trainer_2")
+        cluster.start("trainer_2")
+        back_s = run.wait_until(lambda: run.rows()[-1]["version"] > killed_at)
+        run.finish()
+        rows = run.rows()
+    outcomes = [outcome for row in rows for outcome in row["publish"]["outcomes"].values()]
+    return {
+        "killed_at": killed_at,
+        "back_s": back_s,
+        "rewards": [row["reward"] for row in rows],
+        "versions": [row["version"] for row in rows],
+        "num_applied": outcomes.count("applied"),
+        "num_outcomes": len(outcomes),
+        "run_s": time.time() - run.started,
+    }
+
+
 def plot_curve(result: dict[str, Any]) -> None:
     """Reward of both runs over the optimizer steps, and where the host was killed."""
     figure, axis = plt.subplots(figsize=(8, 4), layout="constrained")
@@ -185,7 +218,7 @@ def plot_curve(result: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("ray", "lost", "curve"))
+    parser.add_argument("--only", choices=("ray", "lost", "curve", "senders"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--model", type=Path, help="a model directory (default: the quickstart's, made if need be)")
@@ -203,6 +236,8 @@ def main() -> None:
         if arguments.only in (None, "curve"):
             result["curve"] = part_curve(folder, model, 2 * arguments.steps)
             plot_curve(result["curve"])
+        if arguments.only == "senders":
+            result["senders"] = part_senders(folder, model, arguments.steps)
     write_results("scale", result)
 
 

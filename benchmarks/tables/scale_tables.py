@@ -64,8 +64,24 @@ def lost_host_table() -> str:
     return "\n".join(["| | seconds |", "|---|---|", *(f"| {what} | {lost[key]:.1f} |" for what, key in rows)])
 
 
+def senders_table() -> str:
+    """Return how a run learned whose ranks all send, while the host of one was killed and came back."""
+    run = kept("scale")["rows"]["senders"]
+    known = [reward for reward in run["rewards"] if reward is not None]
+    first, last = (sum(part) / len(part) for part in (known[:10], known[-10:]))
+    columns = ("reward, first ten steps", "last ten", "steps", "host killed after step")
+    columns += ("seconds until another step", "updates applied by servers", "seconds")
+    lines = [f"| {' | '.join(columns)} |", "|" + len(columns) * "---|"]
+    lines.append(
+        f"| {first:.2f} | {last:.2f} | {len(run['rewards'])} | {run['killed_at']} | {run['back_s']:.1f} | "
+        f"{run['num_applied']} of {run['num_outcomes']} | {run['run_s']:.0f} |"
+    )
+    return "\n".join(lines)
+
+
 SCALE_TABLES = {
     "controller": controller_table,
     "killed_host": killed_host_table,
     "lost_host": lost_host_table,
+    "senders_in_namespaces": senders_table,
 }

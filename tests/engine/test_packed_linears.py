@@ -34,7 +34,8 @@ def test_packed_layers_compute_what_plain_ones_do_before_and_after_an_update(tmp
     model, plain = models_of(make_model(tmp_path / "model", tied=tied))
     weights = ServedParameters(model, keeps_addresses=False)
     layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    assert layers and all(type(layer) is PackedLinear for layer in layers)
+    can_pack = torch.ops.mkldnn._is_mkldnn_bf16_supported()  # not on a processor without AVX-512
+    assert layers and all((type(layer) is PackedLinear) == can_pack for layer in layers)
     assert torch.equal(logits_of(model), logits_of(plain))
 
     changed = {name: parameter.detach() * 1.5 for name, parameter in weights.by_name.items()}

@@ -140,7 +140,9 @@ def test_an_index_that_leaves_its_directory_is_refused(tmp_path: Path, name: str
     path = in_parts(tmp_path / "parts")
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {NORM: name}}))
     for read in (check_weights, lambda it: tensor_specs_of(it, "float32")):
-        with pytest.raises(ConfigError, match=re.escape(f"it lists {name!r}, which is not the name of a file beside")):
+        with pytest.raises(
+            ConfigError, match=re.escape(f"it lists {name!r}, which is not the name of a file next to it")
+        ):
             read(path)
 
 

@@ -12,6 +12,7 @@ WALL_CLOCK = {
     "inflight/dialects/pipelinerl/messages.py": "times of day that another program reads",
     "inflight/dialects/tinker/checkpoints.py": "checkpoints expire at a time of day",
     "inflight/dialects/tinker/service.py": "times of day that clients read",
+    "inflight/dialects/tinker/tinker_model.py": "times of day that clients read",
     "inflight/environments/proxy/formats.py": "`created` of an answer",
     "inflight/environments/proxy/response_items.py": "`created` of an answer",
     "inflight/http/chat.py": "`created` of an answer",

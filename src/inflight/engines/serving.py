@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -51,9 +51,9 @@ def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready:
     serving = partial(serve, token=token, generation_token=generation_token, listen=listen, joins=joins)
     follow = _follower(spec, note)
     if kind is None:
-        _handle_signals(signal.SIGTERM, signal.SIGINT)  # immediately: asyncio would cancel the clean-up
         sys.path.insert(0, os.getcwd())
-        with bind(host, listen.port) as listener:
+        # Immediately, because asyncio would cancel the clean-up.
+        with _exiting_on(signal.SIGTERM, signal.SIGINT), bind(host, listen.port) as listener:
             asyncio.run(_serve_function(spec, listener, serving, follow, on_ready))
     elif kind.runs_in_process:
         report_log_records(note)
@@ -69,8 +69,7 @@ def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready:
                 )
             )
     else:
-        _handle_signals(signal.SIGTERM)
-        with bind(host, listen.port) as listener:
+        with _exiting_on(signal.SIGTERM), bind(host, listen.port) as listener:
             _serve_process(spec, kind, listener, serving, note, on_ready)
 
 
@@ -233,6 +232,16 @@ def _follower(spec: ServerSpec, note: Note) -> Callable[[InferenceEndpoint], Awa
     return lambda endpoint: follow(endpoint, store, note=note)
 
 
-def _handle_signals(*numbers: int) -> None:
-    for number in numbers:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))  # unwinding stops the engine
+@contextlib.contextmanager
+def _exiting_on(*numbers: int) -> Iterator[None]:
+    """Exit on these signals, so that unwinding stops the engine; afterwards, the previous handlers are in place."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

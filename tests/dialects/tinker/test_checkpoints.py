@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inflight.dialects.tinker.checkpoints import CheckpointFacts, CheckpointStore
+from inflight.dialects.tinker.futures import NotFoundError
 from inflight.errors import InvalidRequestError
 
 
@@ -23,7 +24,7 @@ def test_an_expired_checkpoint_is_not_found_and_deleted(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     kept, expired = save(store, "kept", time.time() + 60), save(store, "expired", time.time() - 1)
     assert [it.name for it in store.of_model("model")] == ["kept"]
-    with pytest.raises(InvalidRequestError, match="there is no checkpoint"):
+    with pytest.raises(NotFoundError, match="there is no checkpoint"):
         store.find("tinker://model/weights/expired")
     store.delete_expired()
     assert kept.exists() and not expired.exists()

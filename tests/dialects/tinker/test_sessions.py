@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from inflight.dialects.tinker import service as service_module
-from inflight.dialects.tinker.futures import FailedCall
+from inflight.dialects.tinker.futures import FailedCall, NotFoundError
 from inflight.dialects.tinker.requests import (
     CreateModel,
     CreateSamplingSession,
@@ -19,7 +19,6 @@ from inflight.dialects.tinker.requests import (
     OptimStep,
     SaveWeightsForSampler,
 )
-from inflight.dialects.tinker.samplers import NotFoundError
 from inflight.dialects.tinker.service import TinkerService
 from tests.gates import until
 

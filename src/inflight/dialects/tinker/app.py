@@ -14,10 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from inflight.dialects.tinker import requests as wire
-from inflight.dialects.tinker.checkpoints import MissingCheckpointError
-from inflight.dialects.tinker.futures import FailedCall, GoneError
+from inflight.dialects.tinker.futures import FailedCall, GoneError, NotFoundError
 from inflight.dialects.tinker.protobuf import CONTENT_TYPE
-from inflight.dialects.tinker.samplers import NotFoundError
 from inflight.dialects.tinker.service import TinkerService
 from inflight.errors import InflightError
 from inflight.http.bodies import message_of
@@ -295,7 +293,7 @@ def _guarded(handle: Handler, token: str, is_stopping: Callable[[], bool]) -> Ha
             return await handle(request)
         except _RefusedError as error:
             return _refusal(error.status, str(error))
-        except (NotFoundError, MissingCheckpointError) as error:
+        except NotFoundError as error:
             return _refusal(404, str(error))
         except InflightError as error:
             return _refusal(400, str(error))

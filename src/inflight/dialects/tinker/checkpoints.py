@@ -14,6 +14,7 @@ from typing import Any, Literal
 from urllib.parse import quote, unquote
 
 from inflight.base.whole_files import write_whole
+from inflight.dialects.tinker.futures import NotFoundError
 from inflight.errors import CheckpointError, InvalidRequestError
 
 Kind = Literal["weights", "sampler_weights"]
@@ -21,10 +22,6 @@ KINDS: tuple[Kind, ...] = ("weights", "sampler_weights")
 _TYPES = {"weights": "training", "sampler_weights": "sampler"}
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}", re.ASCII)
 _FACTS = "tinker.json"
-
-
-class MissingCheckpointError(InvalidRequestError):
-    """No checkpoint has the path that a request names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ class CheckpointStore:
     def find(self, tinker_path: str) -> StoredCheckpoint:
         """Return a checkpoint.
 
-        Raises `MissingCheckpointError` if there is none at the path, and `InvalidRequestError` for an invalid path.
+        Raises `NotFoundError` if there is none at the path, and `InvalidRequestError` for an invalid path.
         """
         model_id, _, rest = tinker_path.removeprefix("tinker://").partition("/")
         kind, _, name = rest.partition("/")
@@ -121,7 +118,7 @@ class CheckpointStore:
             )
         found = self._read(model_id, KINDS[KINDS.index(kind)], name)
         if found is None:
-            raise MissingCheckpointError(f"there is no checkpoint {tinker_path}")
+            raise NotFoundError(f"there is no checkpoint {tinker_path}")
         return found
 
     def of_model(self, model_id: str) -> list[StoredCheckpoint]:

@@ -35,9 +35,13 @@ class FailedCall:
     @classmethod
     def of(cls, error: Exception) -> FailedCall:
         """Return the failure of a call that raised ``error``."""
-        by_user = isinstance(error, InvalidRequestError | UnsupportedError)
-        text = str(error) if isinstance(error, InflightError) else f"{type(error).__name__}: {error}"
+        by_user = isinstance(error, InvalidRequestError | UnsupportedError | NotFoundError)
+        text = str(error) if isinstance(error, InflightError | NotFoundError) else f"{type(error).__name__}: {error}"
         return cls(text, "user" if by_user else "server")
+
+
+class NotFoundError(Exception):
+    """Something that a request names does not exist."""
 
 
 class GoneError(Exception):

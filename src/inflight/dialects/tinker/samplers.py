@@ -14,7 +14,7 @@ from typing import Any
 
 from inflight.dialects.tinker.backend import Backend, BaseWeights, StoredWeights, Training, TrainingWeights, Weights
 from inflight.dialects.tinker.checkpoints import CheckpointStore
-from inflight.dialects.tinker.futures import Futures, Result
+from inflight.dialects.tinker.futures import Futures, NotFoundError, Result
 from inflight.dialects.tinker.requests import CreateSamplingSession, Sample
 from inflight.dialects.tinker.sampling import sample_from
 from inflight.errors import InvalidRequestError, UnreachableError
@@ -30,10 +30,6 @@ _NUM_TRIES = 3
 """Maximum number of attempts to sample if the server ends during each of them."""
 _NUM_SEQUENCES = 65536
 """Number of sampled sequences whose version spans are kept."""
-
-
-class NotFoundError(Exception):
-    """Something that a request names does not exist."""
 
 
 @dataclass(eq=False, slots=True)

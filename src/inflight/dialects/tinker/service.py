@@ -17,7 +17,7 @@ from inflight.base.validation import describe_problems
 from inflight.dialects.tinker.backend import Backend
 from inflight.dialects.tinker.checkpoints import CheckpointFacts, CheckpointStore, Kind, StoredCheckpoint, iso_time
 from inflight.dialects.tinker.data import datums_of, output_message
-from inflight.dialects.tinker.futures import Futures, Result
+from inflight.dialects.tinker.futures import Futures, NotFoundError, Result
 from inflight.dialects.tinker.losses import loss_named
 from inflight.dialects.tinker.model_slots import ModelSlots
 from inflight.dialects.tinker.ordering import OrderedCalls
@@ -35,7 +35,7 @@ from inflight.dialects.tinker.requests import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from inflight.dialects.tinker.samplers import NotFoundError, SamplingSessions, check_base
+from inflight.dialects.tinker.samplers import SamplingSessions, check_base
 from inflight.dialects.tinker.tinker_model import TinkerModel
 from inflight.errors import InvalidRequestError, UnsupportedError
 
