@@ -28,18 +28,18 @@ class NamespacedCluster:
         self._processes: list[subprocess.Popen[bytes]] = []
         self.head = next(iter(hosts.values()))
         self.address = f"{self.head.address}:{_PORT}"
-        self.environment = {"PYTHONPATH": python_path(), "RAY_ADDRESS": self.address, "RAY_worker_niceness": "0"}
 
     def start(self, name: str) -> None:
         """Start Ray on a host, and wait until it is a part of the cluster."""
         host, is_head = self._hosts[name], self._hosts[name] is self.head
-        where = ("--head", "--port", str(_PORT)) if is_head else ("--address", self.address)
+        head = ("--head", "--port", str(_PORT), "--include-dashboard", "false")
+        where = head if is_head else ("--address", self.address)
         offered = ("--num-cpus", "0") if is_head else ("--num-cpus", "1", "--resources", json.dumps({name[:-2]: 1}))
         log = self._directory / f"{name}-{self._num_started}.log"
         self._num_started += 1
         command = ("ray.scripts.scripts", "start", "--block", *where, "--node-ip-address", host.address, *offered)
-        options = ("--include-dashboard", "false", "--disable-usage-stats")
-        self._processes.append(host.start(log, *command, *options, PYTHONPATH=python_path(), RAY_worker_niceness="0"))
+        environment = {"PYTHONPATH": python_path(), "RAY_worker_niceness": "0"}
+        self._processes.append(host.start(log, *command, "--disable-usage-stats", **environment))
         deadline = time.monotonic() + _START_S
         while "Ray runtime started" not in log.read_text(errors="replace"):
             if self._processes[-1].poll() is not None or time.monotonic() > deadline:
