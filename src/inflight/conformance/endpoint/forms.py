@@ -86,7 +86,7 @@ async def stream_is_generate(subject: EndpointSubject) -> None:
     the last chunk has the finish reason."""
     same = subject.repeatable(7)
     whole = await subject.endpoint.generate(subject.request(n=4, max_tokens=24, **same))
-    streamed = await _streamed(subject, subject.prompt(), 4, max_tokens=24, **same)
+    streamed, is_split = await _streamed(subject, subject.prompt(), 4, max_tokens=24, **same)
     _require_same(subject, whole.completions, streamed, "whole and streamed")
     stops = tuple(completion.token_ids[9] for completion in whole.completions)
     cases: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
@@ -106,22 +106,29 @@ async def stream_is_generate(subject: EndpointSubject) -> None:
     for what, (prompt, sampling) in cases.items():
         sampling = {**same, **sampling}
         whole = await subject.endpoint.generate(subject.request(prompt, n=4, **sampling))
-        streamed = await _streamed(subject, prompt, 4, **sampling)
+        streamed, was_split = await _streamed(subject, prompt, 4, **sampling)
         _require_same(subject, whole.completions, streamed, f"whole and streamed, {what}")
+        is_split |= was_split
+    # In each single stream, a server that is faster than its client may combine all tokens.
+    words = f"in each of {1 + len(cases)} streams, completions of up to 24 tokens arrived in one chunk each"
+    require(is_split, words)
 
 
-async def _streamed(subject: EndpointSubject, prompt: Sequence[int], n: int, **sampling: Any) -> list[Completion]:
-    """Return the completions of a stream; require that its chunks are contiguous and belong to the request."""
+async def _streamed(
+    subject: EndpointSubject, prompt: Sequence[int], n: int, **sampling: Any
+) -> tuple[list[Completion], bool]:
+    """Return the completions of a stream, and whether any of them arrived in several chunks.
+
+    Require that the chunks are contiguous and belong to the request.
+    """
     request = subject.request(prompt, n=n, stream=True, **sampling)
     chunks = [chunk async for chunk in subject.streaming.generate_stream(request)]
     wrong = {chunk.request_id for chunk in chunks} - {request.request_id}
     require(not wrong, f"chunks of request {request.request_id!r} carry the ids {sorted(wrong)}")
     streamed = [assembled(index, [chunk for chunk in chunks if chunk.index == index]) for index in range(n)]
     require(len(chunks) == sum(chunk.index in range(n) for chunk in chunks), f"chunks of n={n} have a larger index")
-    longest = max(len(completion.token_ids) for completion in streamed)
     subject.note(chunks=len(chunks), tokens=sum(len(completion.token_ids) for completion in streamed))
-    require(longest < 20 or len(chunks) > n, f"{n} completions of {longest} tokens arrived in one chunk each")
-    return streamed
+    return streamed, len(chunks) > n
 
 
 @check("E-29", "chat streaming", deadline_s=40)
