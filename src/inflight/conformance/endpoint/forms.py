@@ -110,8 +110,8 @@ async def stream_is_generate(subject: EndpointSubject) -> None:
         _require_same(subject, whole.completions, streamed, f"whole and streamed, {what}")
         is_split |= was_split
     # In each single stream, a server that is faster than its client may combine all tokens.
-    words = f"in each of {1 + len(cases)} streams, completions of up to 24 tokens arrived in one chunk each"
-    require(is_split, words)
+    problem = f"in each of {1 + len(cases)} streams, completions of up to 24 tokens arrived in one chunk each"
+    require(is_split, problem)
 
 
 async def _streamed(
