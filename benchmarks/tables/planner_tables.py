@@ -50,9 +50,9 @@ def planner_scale_table() -> str:
 
 
 def papers_table() -> str:
-    """Return each paper's number and ours."""
+    """Return the published figures of each paper and those of our simulation."""
     rows = kept("papers")["rows"]
-    lines = ["| paper | what is compared | its number | here |", "|---|---|---|---|"]
+    lines = ["| paper | quantity | published | simulated here |", "|---|---|---|---|"]
     for row in rows["pipelinerl"]:
         lines.append(
             f"| PipelineRL | speed-up of the pipeline over phases of {row['phase']} steps, with no token older than "

@@ -415,7 +415,7 @@ def test_what_shares_cores_fairly_is_at_most_as_many_times_slower_as_there_are_p
 
 
 def test_links_predict_the_publishes_that_were_measured_between_hosts() -> None:
-    """With 0.1 s for what is no transfer; five hosts on two cores miss the bandwidth of their links."""
+    """The plan adds 0.1 s for all but the transfer. Five hosts on two cores do not reach their links' bandwidth."""
     rows = [row for row in kept_rows("rows", "sharded") if not row["delta"] and not row["overlaps"]]
     for row in rows:
         of_row = (row["transport"], row["num_ranks"], row["num_servers"])

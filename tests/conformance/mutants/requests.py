@@ -1,7 +1,8 @@
 """Faults that only some requests show: one of several completions, streams, seeds, chats and neighbours."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,10 +10,7 @@ import torch
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sampler import sample
 from inflight.errors import InvalidRequestError
-from inflight.wire import (
-    SamplingParams,
-    ScoreRequest,
-)
+from inflight.wire import CompletionChunk, GenerateRequest, SamplingParams, ScoreRequest
 from tests.conformance.mutants.caches import sharing_blocks
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import drawing, replaces, sampling_with
@@ -142,36 +140,45 @@ def chat_dropping(**changes: Any) -> Any:
     return infect
 
 
-def waiting_ids_reusable(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    scheduler: Any = endpoint._engine.scheduler
-    add = scheduler.add
-    num = [0]
+def ids_reusable(is_overlooked: Callable[[Any, Any, Any], bool]) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Accept the id of another request; ``is_overlooked`` receives the scheduler, the other request and the new one."""
 
-    def faulty(request: Any) -> None:
-        other = scheduler.requests.get(request.request_id)
-        if other is not None and all(s in scheduler.waiting for s in other.sequences):
-            num[0] += 1
-            request.request_id += f"#{num[0]}"
-        add(request)
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        scheduler: Any = endpoint._engine.scheduler
+        add, numbers = scheduler.add, itertools.count(1)
 
-    scheduler.add = faulty
-    return endpoint
+        def faulty(request: Any) -> None:
+            other = scheduler.requests.get(request.request_id)
+            if other is not None and is_overlooked(scheduler, other, request):
+                request.request_id += f"#{next(numbers)}"
+            add(request)
+
+        scheduler.add = faulty
+        return endpoint
+
+    return infect
 
 
-def ids_of_streams_untracked(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    scheduler: Any = endpoint._engine.scheduler
-    add = scheduler.add
-    num = [0]
+def is_waiting(scheduler: Any, other: Any, request: Any) -> bool:
+    return all(sequence in scheduler.waiting for sequence in other.sequences)
 
-    def faulty(request: Any) -> None:
-        other = scheduler.requests.get(request.request_id)
-        if other is not None and (other.on_token is not None or request.on_token is not None):
-            num[0] += 1
-            request.request_id += f"#{num[0]}"
-        add(request)
 
-    scheduler.add = faulty
-    return endpoint
+def is_one_streamed(scheduler: Any, other: Any, request: Any) -> bool:
+    return other.on_token is not None or request.on_token is not None
+
+
+@replaces("generate_stream")
+async def stream_held_until_its_end(
+    endpoint: EmbeddedEndpoint, stream: Any, request: GenerateRequest
+) -> AsyncIterator[CompletionChunk]:
+    whole: dict[int, CompletionChunk] = {}
+    async for chunk in stream(request):
+        first = whole.setdefault(chunk.index, chunk)
+        if first is not chunk:
+            joined = {"token_ids": first.token_ids + chunk.token_ids, "logprobs": first.logprobs + chunk.logprobs}
+            whole[chunk.index] = first.model_copy(update={**joined, "finish_reason": chunk.finish_reason})
+    for chunk in whole.values():
+        yield chunk
 
 
 def streams_not_counted(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -315,15 +322,21 @@ MUTANTS = (
         "Streams are sampled without top-k, top-p and min-p.",
         filters_lost_in_streams,
     ),
+    Mutant(
+        "streams held until their end",
+        "E-24",
+        "All tokens of a stream arrive when it ends.",
+        stream_held_until_its_end,
+    ),
     Mutant("chat without stop strings", "E-23", "Chat requests lose their stop strings.", chat_dropping(stop=())),
     Mutant("last message only", "E-23", "Only the last message of a chat is rendered.", last_message_only),
     Mutant(
         "ids of waiting requests accepted",
         "E-22",
         "The id of a request that waits for a slot may be used again.",
-        waiting_ids_reusable,
+        ids_reusable(is_waiting),
     ),
-    Mutant("ids of streams accepted", "E-22", "The id of a stream may be used again.", ids_of_streams_untracked),
+    Mutant("ids of streams accepted", "E-22", "The id of a stream may be used again.", ids_reusable(is_one_streamed)),
     Mutant("streams not counted", "E-07", "num_running does not count streams.", streams_not_counted),
     Mutant(
         "more completions than slots refused",
