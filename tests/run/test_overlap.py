@@ -242,14 +242,16 @@ def test_a_rank_that_is_killed_during_a_publish_is_named_with_it(
 def test_a_run_publishes_every_version_once_and_the_last_one_before_it_ends(
     start_run: Callable[..., RunProcess], more: tuple[str, ...]
 ) -> None:
-    run = start_run(*OVERLAP, *more)
+    # Caches of older versions would change the logprobs of running completions, by more the longer a step takes.
+    run = start_run(*OVERLAP, "--updates.in_flight", "recompute", *more)
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
     assert [row["version"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["publish"] and row["publish"]["version"] for row in rows] == [None, 1, 2, 3, 4, 5]
     assert [event["version"] for event in run.events("publish")] == [0, 1, 2, 3, 4, 5, 6]
     assert all(0 <= row["lag_max"] <= 8 for row in rows)
-    assert all(row.get("mismatch_k3", 0.0) < 1e-2 for row in rows)
+    exact = 1e-2 if "float8" in more else 1e-10  # float32 on both sides
+    assert all(row.get("mismatch_k3", 0.0) < exact for row in rows)
     state = json.loads((run.directory / "checkpoints" / "version-000006.json").read_text())
     ledger = state["ledger"]
     settled = ledger["num_trained"] + sum(ledger["num_dropped"].values())
