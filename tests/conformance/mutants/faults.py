@@ -249,6 +249,19 @@ def deaf_while_paused(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def forgets_waiting_requests_while_paused(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    engine: Any = endpoint._engine
+    cancel = engine.scheduler.cancel
+
+    def cancel_if_running(request: Any) -> None:
+        is_waiting = any(sequence.request is request for sequence in engine.scheduler.waiting)
+        if engine.pauses.paused_since is None or not is_waiting:
+            cancel(request)
+
+    engine.scheduler.cancel = cancel_if_running
+    return endpoint
+
+
 @replaces("request_weight_update")
 async def compares_versions_of_any_run(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> None:
     served = (await endpoint.weight_version()).version
@@ -343,6 +356,12 @@ MUTANTS = (
     ),
     Mutant("tired of pauses", "U-56", "The thirteenth pause ends running requests.", tires_of_pauses),
     Mutant("deaf while paused", "U-57", "Requests cannot be cancelled during a pause.", deaf_while_paused),
+    Mutant(
+        "deaf to waiting requests while paused",
+        "U-57",
+        "Requests that wait cannot be cancelled during a pause.",
+        forgets_waiting_requests_while_paused,
+    ),
     Mutant("one count for all runs", "U-58", "Versions are compared across runs.", compares_versions_of_any_run),
     Mutant(
         "requests left waiting",

@@ -183,6 +183,8 @@ async def client_leaves_during_a_pause(subject: EndpointSubject) -> None:
     await cancel_and_wait(*(task for _, task in leaving))
     await asyncio.sleep(GRACE_S)
     await subject.publisher.abort(update)
+    if not is_alone:
+        await subject.generate(max_tokens=1)  # it was sent last, so requests that were not cancelled have started
     what = "a request whose client disconnected during a pause"
     await require_ended_early(subject, staying, max(usual_s / 2, GRACE_S), what)
     await cancel_and_wait(*staying)
