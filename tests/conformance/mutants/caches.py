@@ -27,19 +27,22 @@ def stale_prefix_cache(page: int) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoi
     return infect
 
 
-def dropped_unless_held(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    engine: Any = endpoint._engine
-    cache = cache_prompts(endpoint, 1)
-    load = engine.load
+def dropped_unless_held(*policies: InFlightPolicy) -> Any:
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        engine: Any = endpoint._engine
+        cache = cache_prompts(endpoint, 1)
+        load = engine.load
 
-    def faulty(*arguments: Any) -> None:
-        held = {sequence.request.prompt_token_ids for sequence in engine.scheduler.running.values()}
-        for prompt in cache.keys() - held:
-            del cache[prompt]
-        load(*arguments)
+        def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> None:
+            running = engine.scheduler.running.values() if policy in policies else ()
+            for prompt in cache.keys() - {sequence.request.prompt_token_ids for sequence in running}:
+                del cache[prompt]
+            load(tensors, version, policy)
 
-    engine.load = faulty
-    return endpoint
+        engine.load = faulty
+        return endpoint
+
+    return infect
 
 
 def cache_prompts(endpoint: EmbeddedEndpoint, page: int) -> Cache:
@@ -285,7 +288,13 @@ MUTANTS = (
         "cached while held",
         "U-34",
         "Cached prompts are dropped only if no running request uses them.",
-        dropped_unless_held,
+        dropped_unless_held(*InFlightPolicy),
+    ),
+    Mutant(
+        "cached while held under recompute",
+        "U-34",
+        "Under recompute, cached prompts are dropped only if no running request uses them.",
+        dropped_unless_held(InFlightPolicy.RECOMPUTE),
     ),
     Mutant(
         "four recomputed",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
@@ -140,33 +141,40 @@ async def held_prefix(subject: EndpointSubject) -> None:
     being computed when the update arrived: even under keep, new requests never use the cache that such requests
     keep."""
     prompt = _long_prompt(subject)
-    turns = [subject.reference.perturbed("B"), subject.reference.weights]
+    # Served weights would hide a cache that is not renewed, so every update brings the others.
+    turns = cycle([subject.reference.perturbed("B"), subject.reference.weights])
     num_slots = subject.capabilities.max_concurrent_sequences
     if num_slots < 2:
         skip("one sequence runs at a time: no request holds a prompt while it is sent again")
     for i, policy in enumerate(subject.pausing_policies()):
-        running = await subject.start_running(max(1, min(_GROUP, num_slots - 2)), prompt=prompt)
-        computed = subject.prompt(len(prompt), seed=30 + i)
-        begun = subject.begin(subject.generate(computed, max_tokens=1))
-        await subject.publisher.publish(turns[i], in_flight=policy)
-        what = f"after an update under {policy}, the prompt of {len(running)} requests that still run"
-        await _require_fresh(subject, prompt, turns[i], what, n=_GROUP)
-        num_running = sum(not task.done() for _, task in running)
+        for _ in range(_NUM_TRIES):
+            weights, computed = next(turns), subject.prompt(len(prompt), seed=30 + i)
+            running = await subject.start_running(max(1, min(_GROUP, num_slots - 2)), prompt=prompt)
+            begun = subject.begin(subject.generate(computed, max_tokens=1))
+            await subject.publisher.publish(weights, in_flight=policy)
+            what = f"after an update under {policy}, the prompt of {len(running)} requests that still run"
+            await _require_fresh(subject, prompt, weights, what, n=_GROUP)
+            num_running = sum(not task.done() for _, task in running)
+            await cancel_and_wait(*(task for _, task in running))
+            await within(
+                _ENDS_S, begun, f"a request whose prompt was being computed when an update under {policy} arrived"
+            )
+            what = f"after an update under {policy}, a prompt that was being computed when it arrived"
+            await _require_fresh(subject, (*computed, 0), weights, what)
+            if num_running:
+                break
         subject.note(**{f"still running when their prompt was sent again, {policy}": num_running})
         require(
             num_running,
-            "the requests that held the prompt had ended before it was sent again: the check is inconclusive",
+            f"in {_NUM_TRIES} tries, the requests that held the prompt ended before it was sent again: the check is "
+            "inconclusive",
         )
-        await cancel_and_wait(*(task for _, task in running))
-        await within(_ENDS_S, begun, f"a request whose prompt was being computed when an update under {policy} arrived")
-        what = f"after an update under {policy}, a prompt that was being computed when it arrived"
-        await _require_fresh(subject, (*computed, 0), turns[i], what)
         if num_slots <= _MOST_SLOTS and subject.capabilities.streaming:
-            await _require_late_completions_fresh(subject, policy, turns[(i + 1) % 2])
+            await _require_late_completions_fresh(subject, policy, turns)
 
 
 async def _require_late_completions_fresh(
-    subject: EndpointSubject, policy: InFlightPolicy, weights: ReferenceWeights
+    subject: EndpointSubject, policy: InFlightPolicy, turns: Iterator[ReferenceWeights]
 ) -> None:
     """Require that completions that wait for a slot during an update use nothing of those that run with their prompt.
 
@@ -181,7 +189,7 @@ async def _require_late_completions_fresh(
         reading = subject.begin(_read(subject, request, chunks))
         what = f"fewer than {num_slots - 1} of {num_slots + 1} completions began"
         await until(lambda: len(_begun(chunks)) >= num_slots - 1, _ENDS_S, what, [reading])  # noqa: B023
-        begun = _begun(chunks)
+        begun, weights = _begun(chunks), next(turns)
         await subject.publisher.publish(weights, in_flight=policy)
         await cancel_and_wait(blocking)
         await within(2 * _ENDS_S, reading, f"a stream of {num_slots + 1} completions")
