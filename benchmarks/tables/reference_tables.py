@@ -44,12 +44,12 @@ def commands_table() -> str:
     for title, commands in GROUPS.items():
         parts.append(f"## {title}")
         for name, command in commands.items():
-            parts += [f"### inflight {name}", *_described(command_parser(name)), f"```sh\n{command.example}\n```"]
+            parts += [f"### inflight {name}", *_described(command_parser(name), f"```sh\n{command.example}\n```")]
     return "\n\n".join(parts)
 
 
-def _described(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield what the help of a command says, with the options of its subcommands."""
+def _described(parser: argparse.ArgumentParser, example: str = "") -> Iterator[str]:
+    """Yield what the help of a command says and an example, then the same of its subcommands."""
     yield _cell(parser.description or "")
     rows, inner = [], []
     for action in parser._actions:  # argparse has no public list
@@ -65,6 +65,8 @@ def _described(parser: argparse.ArgumentParser) -> Iterator[str]:
     yield _table(("argument", "meaning"), [(flags.replace("|", "\\|"), meaning) for flags, meaning in rows])
     if rest := _cell((parser.epilog or "").partition("Example:")[0]):
         yield rest
+    if example:
+        yield example
     for name, subparser in inner:
         yield f"#### {parser.prog} {name}"
         yield from _described(subparser)

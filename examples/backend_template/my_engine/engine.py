@@ -1,4 +1,4 @@
-"""A small engine: replace it by yours. It knows nothing of inflight."""
+"""A small engine: replace it with yours. It knows nothing of inflight."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ class Sequence:
 
 
 class TinyEngine:
-    """A model without a cache: every token is computed from all earlier ones under the present weights."""
+    """A model without a cache: every token is computed from all earlier ones under the current weights."""
 
     def __init__(self, directory):
         self.model = AutoModelForCausalLM.from_pretrained(directory).eval()

@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "endpoint",
         parents=[_shared_arguments("endpoint")],
         help="check an inference server, or an engine in this process",
+        description="Check an inference server, or an engine in this process.",
     )
     add_endpoint_arguments(endpoint)
 
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "worker",
         parents=[_shared_arguments("worker")],
         help="check a trainer worker, on the ranks of torchrun if it started them",
+        description="Check a trainer worker, on the ranks of torchrun if it started them.",
     )
     worker.add_argument(
         "target", nargs="?", metavar="TARGET", help="module:attribute, or an installed worker such as fsdp"
@@ -63,7 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     worker.add_argument("--experts", action="store_true", help="use a mixture-of-experts model for the checks")
 
-    transport = kinds.add_parser("transport", parents=[_shared_arguments("transport")], help="check a weight transport")
+    transport = kinds.add_parser(
+        "transport",
+        parents=[_shared_arguments("transport")],
+        help="check a weight transport",
+        description="Check a weight transport.",
+    )
     transport.add_argument(
         "target", nargs="?", metavar="TARGET", help="an installed transport such as gloo, or module:attribute"
     )

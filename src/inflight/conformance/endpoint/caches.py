@@ -127,7 +127,8 @@ async def _require_nothing_stale(
 @check("U-33", "updates", deadline_s=40)
 @look_at("pages that are larger than the prompts you tested with, and hashes of prefixes that lack the version")
 async def long_prefix(subject: EndpointSubject) -> None:
-    """The same holds for a prompt of a thousand tokens: cached pages are dropped, whatever their size."""
+    """A request that arrives after an update uses no cached page of a prompt of a thousand tokens, whatever the size of
+    the pages."""
     prompt = _long_prompt(subject)
     async for policy, _, after in _updates(subject, prompt):
         what = f"after an update under {policy}, a prompt of {len(prompt)} tokens"
@@ -137,9 +138,9 @@ async def long_prefix(subject: EndpointSubject) -> None:
 @check("U-34", "updates", deadline_s=90)
 @look_at("whether blocks that are in use are dropped from the prefix cache too, not only free ones")
 async def held_prefix(subject: EndpointSubject) -> None:
-    """The same holds while requests that began before the update still run with this prompt, and for a prompt that was
-    being computed when the update arrived: even under keep, new requests never use the cache that such requests
-    keep."""
+    """A request that arrives after an update uses nothing that older weights computed for its prompt, even if requests
+    that began before the update still run with this prompt, or if the prompt was being computed when the update
+    arrived. Under keep, only those earlier requests continue with the cache that they keep."""
     prompt = _long_prompt(subject)
     # Served weights would hide a cache that is not renewed, so every update brings the others.
     turns = cycle([subject.reference.perturbed("B"), subject.reference.weights])

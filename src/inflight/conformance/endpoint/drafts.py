@@ -41,8 +41,8 @@ _SCORED = 64
     "whether random numbers and temperatures reach the verification"
 )
 async def drafts(subject: EndpointSubject) -> None:
-    """Drafts change neither the distribution from which tokens are drawn nor the tokens' logprobs, whether the recorded
-    completions are the likeliest ones or every draft is wrong."""
+    """Drafts change neither the distribution from which tokens are drawn nor the tokens' logprobs, both when the
+    recorded completions are the likeliest ones and when every draft is wrong."""
     endpoint, prompt = subject.endpoint, subject.prompt(seed=2)
     if not isinstance(endpoint, DraftingEndpoint):
         fail(f"drafts are reported as supported, but {type(endpoint).__name__} has no record_history")

@@ -193,7 +193,7 @@ async def tied_head(subject: EndpointSubject) -> None:
     "U-10", "updates", look_at="whether each bucket is staged in addition to the earlier ones, and what a commit clears"
 )
 async def several_buckets(subject: EndpointSubject) -> None:
-    """The same tensors in one bucket, in several buckets, and in one bucket each give the same logprobs."""
+    """The same tensors give the same logprobs whether they arrive in one bucket, in several, or each in its own."""
     other = subject.reference.perturbed("B")
     total = other.size_bytes
     for weights, bucket_bytes in ((other, total // 9), (subject.reference.weights, 1), (other, total)):
