@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 ADDRESS_VARIABLE = "INFLIGHT_ADDRESS"
-"""Environment variable with the address of a process's host at which the run's other processes can reach it."""
+"""Environment variable with the address at which the run's other processes can reach a process's host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Launched(Protocol):
     @property
     @abstractmethod
     def address(self) -> str:
-        """Address at which this process reaches the host where it runs."""
+        """Address at which the calling process reaches the host where the launched process runs."""
 
     @property
     @abstractmethod
@@ -113,7 +113,7 @@ class Launcher(Protocol):
 
     @abstractmethod
     async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
-        """Start all programs or none, and return them in order. Their environment has `ADDRESS_VARIABLE`.
+        """Start all programs or none, and return them in order. Each environment contains `ADDRESS_VARIABLE`.
 
         If a program cannot be placed within ``timeout_s``, raises a `ConfigError` that states its requirements.
         """

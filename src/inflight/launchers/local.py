@@ -30,7 +30,7 @@ class LocalLauncher(Launcher):
         return True
 
     async def start(self, programs: Sequence[Program], timeout_s: float) -> Sequence[Launched]:
-        """Start immediately. ``num_cpus`` is ignored: all processes share the CPUs of this machine."""
+        """Start the programs immediately. ``num_cpus`` is ignored: all processes share the CPUs of this machine."""
         launched: list[_Child] = []
         try:
             for program in programs:

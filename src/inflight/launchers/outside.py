@@ -1,4 +1,4 @@
-"""For processes that Slurm, Kubernetes or another system starts; the run only waits for them."""
+"""A launcher for processes that Slurm, Kubernetes or another system starts; the run only waits for them."""
 
 from __future__ import annotations
 

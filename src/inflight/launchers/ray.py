@@ -1,8 +1,8 @@
 """Runs processes on the hosts of a Ray cluster. This is the only module that depends on Ray.
 
-Each process has a bundle of a placement group, in which an actor runs. The actor only watches the process and starts
-it, with the interpreter that the process's command names. Only commands, exit statuses and the last lines of logs pass
-through Ray.
+Each process has a bundle of a placement group, in which an actor runs. The actor only starts the process, with the
+interpreter that the process's command names, and watches it. Only commands, exit statuses and the last lines of logs
+pass through Ray.
 """
 
 from __future__ import annotations

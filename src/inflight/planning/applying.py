@@ -16,7 +16,7 @@ from inflight.planning.candidates import Candidate
 def settings_of(candidate: Candidate, run: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``run.toml`` that select a configuration, by dotted key.
 
-    ``run`` is the current content of the file. The tokens of a step are divided by its number of ranks.
+    ``run`` is the current content of the file. The tokens of a step are divided by the run's number of ranks.
     """
     num_ranks = run.get("train", {}).get("num_ranks", 1)
     conventional = {"run.conventional_steps": candidate.conventional_steps} if candidate.conventional_steps else {}

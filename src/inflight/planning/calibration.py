@@ -28,9 +28,9 @@ _RARE = 0.03
 number that was observed for longer."""
 _ONE_LOAD = 0.3
 """Loads whose spread is lower count as a single load. The spread is 0.1 to 0.3 for runs of one mode, and 0.35 or more
-for two."""
+for runs of two modes."""
 _WINDOW = 64
-"""Number of measured groups from which an item is drawn: those that were sampled at the nearest versions."""
+"""Number of measured groups from which an item is drawn: the groups that were sampled at the nearest versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ def _step_times(
 
 
 def _merge_rare(spent: Sequence[dict[int, float]]) -> None:
-    """Add the time that was spent with a rare number of working processes to that of the nearest number that is not
-    rare."""
+    """Add the time that was spent with a rare number of working processes to the time of the nearest number that is
+    not rare."""
     total: Counter[int] = Counter()
     for it in spent:
         total.update(it)

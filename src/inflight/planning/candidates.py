@@ -55,7 +55,7 @@ def candidate_of(directory: Path) -> Candidate:
         conventional_steps=run["conventional_steps"] if run["mode"] == "conventional" else 0,
         trains_on_equal_rewards=train["train_on_equal_rewards"],
         seed=run["seed"],
-        burst=rollouts.get("burst", 1),  # of runs from before there were bursts
+        burst=rollouts.get("burst", 1),  # older runs do not have this setting
         **{
             key: rollouts[key]
             for key in ("max_lag", "scheduler", "scheduler_params", "staleness", "staleness_params",

@@ -136,8 +136,8 @@ class PublishCost:
 class Contention:
     """The slowdown of processes that share cores.
 
-    A factor that was not measured is scaled from that of the next larger measured number, or else from that of the
-    largest.
+    A factor that was not measured is scaled from the factor of the next larger measured number or, if there is none, of
+    the largest measured number.
     """
 
     shared: Mapping[int, float] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Contention:
 
 
 def _nearest(factors: Mapping[int, float], num: int) -> float:
-    """Return the factor for a number. One that was not measured is scaled in proportion, as if cores were shared
+    """Return the factor for a number. An unmeasured factor is scaled in proportion, as if cores were shared
     evenly."""
     if not factors or num in factors:
         return factors.get(num, 1.0)

@@ -12,9 +12,9 @@ from inflight.errors import ConfigError
 def fit(rows: Sequence[Sequence[float]], values: Sequence[float], sizes: Sequence[float] | None = None) -> list[float]:
     """Return the non-negative coefficients that fit ``values`` best.
 
-    Squares are divided by ``sizes``, which must be above 0 and default to the values. By default, the fit and the
-    values have the same sum, whereas fitting relative errors would give too small a result for scattered values. The
-    coefficient of an all-zero column is 0. Raises `ConfigError` if there are no rows.
+    Squared errors are divided by ``sizes``, which must be above 0 and default to the values. By default, the fit and
+    the values have the same sum, whereas fitting relative errors would give too small a result for scattered values.
+    The coefficient of an all-zero column is 0. Raises `ConfigError` if there are no rows.
     """
     import numpy
 

@@ -16,7 +16,7 @@ State = tuple[int, bool]
 
 
 class EndpointActivity(NamedTuple):
-    """The load of an endpoint, beginning at some time."""
+    """The load of an endpoint from the time ``since`` on."""
 
     since: float
     num: int
@@ -79,12 +79,12 @@ class Loads:
             i += 1
 
     def num_busy(self, start: float, end: float) -> float:
-        """Return the mean number of working endpoints."""
+        """Return the mean number of working endpoints in a time window."""
         return sum((until - since) * state[0] for since, until, state in self.between(start, end)) / (end - start)
 
 
 def rate_of(request: Mapping[str, Any]) -> float:
-    """Return the tokens per second of that completion of a request that gained the most tokens."""
+    """Return the tokens per second of the completion that gained the most tokens in a request."""
     most = max(part["num_tokens"] - part["num_before"] for part in request["parts"])
     return float(most / max(1e-9, request["end_s"] - request["start_s"]))
 

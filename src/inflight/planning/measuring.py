@@ -78,7 +78,7 @@ def _run(source: Path, settings: dict[str, Any], limit_s: float) -> None:
 
 
 def _steady(directory: Path, num_skipped: int) -> Steady:
-    """Return the averages of a run. A run does not record when each endpoint is busy."""
+    """Return the averages of a run. ``busy_share`` is NaN, because runs do not record when each endpoint is busy."""
     num_skipped = max(1, num_skipped)
     whole = measurements_of(directory, num_skipped)
     steps = [*read_steps(directory)]

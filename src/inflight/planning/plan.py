@@ -58,14 +58,14 @@ class LinksSection(Section):
     sender_gbit_per_s: float = Field(gt=0)
     """Bandwidth of each sending trainer host's link."""
     endpoint_gbit_per_s: float | None = Field(default=None, gt=0)
-    """Bandwidth of each endpoint host's link. None means that of the senders."""
+    """Bandwidth of each endpoint host's link. None means the same as for senders."""
     senders: int = Field(default=1, ge=1)
     """Number of trainer hosts that send: 1 unless ``updates.sharded`` is set."""
     forwarded: bool = False
     """Whether endpoints forward what they receive, as over the transport gloo."""
 
     def links(self) -> Links:
-        """Return the links."""
+        """Return the links, converted to bytes and bytes per second."""
         of_endpoint = self.endpoint_gbit_per_s or self.sender_gbit_per_s
         return Links(
             size_bytes=1e9 * self.weights_gb,
@@ -80,7 +80,7 @@ class PublishSection(Section):
     """The time from the end of a step until its version is served."""
 
     total_s: float = Field(default=0.0, ge=0)
-    """The constant time. If there are links, their time is added to it."""
+    """The constant part. If there are links, the time of the transfer is added to it."""
     pause_s: float = Field(default=0.0, ge=0)
     links: LinksSection | None = None
 

@@ -75,8 +75,8 @@ def costs_of(plan: SearchPlan, measured: Costs | None) -> Costs:
 def candidates(plan: SearchPlan, base: Candidate | None, *, knows_lengths: bool = True) -> Iterator[Candidate]:
     """Yield every combination of the plan; ``base`` is the configuration of the measured run.
 
-    If ``knows_lengths`` is set and the plan has no ``[prompts]``, lengths come from measured groups, so that only their
-    group size can be tried.
+    If ``knows_lengths`` is set and the plan has no ``[prompts]``, lengths come from measured groups, so that only the
+    group size of the measured run can be tried.
     """
     search, hardware, generation = plan.search, plan.hardware, plan.generation
     if base is None:
@@ -173,7 +173,7 @@ def num_completions(costs: Costs, candidate: Candidate, num_steps: int) -> float
 
 
 def pareto(found: Sequence[EvaluatedCandidate]) -> list[EvaluatedCandidate]:
-    """Return the configurations that no other one beats in tokens per second with tokens no older, fastest first."""
+    """Return the Pareto front, fastest first: the configurations with younger tokens than any faster one."""
     best: list[EvaluatedCandidate] = []
     for it in sorted(found, key=lambda it: (-it.steady.tokens_per_time, it.steady.lag)):
         if not best or it.steady.lag < best[-1].steady.lag:

@@ -156,7 +156,7 @@ class SimulatedRun:
         return self.outcome
 
     def _advance_server(self, server: SimulatedServer) -> SimulatedServer:
-        """Advance a server that is about to change to the current time, and return it."""
+        """Advance a server to the current time, because it is about to change, and return it."""
         server.advance(self.timeline.now)
         self._changed[server.endpoint.name] = server
         return server
@@ -240,7 +240,7 @@ class SimulatedRun:
             server.begin((command.request_id, i), length, prompted.num_prompt_tokens + num_before)
 
     def _server_event(self, server: SimulatedServer, stamp: int) -> None:
-        """Handle those completions of a server that end now."""
+        """Handle the completions of a server that end now."""
         if stamp != server.stamp:
             return
         ended = []

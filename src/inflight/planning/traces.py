@@ -18,8 +18,8 @@ class Trace:
     directory: Path
     config: dict[str, Any]
     requests: list[dict[str, Any]]
-    """The requests that were answered. ``num_before`` of each part is how many of its tokens earlier requests
-    sampled."""
+    """The requests that were answered. ``num_before`` of each part is the number of its tokens that earlier
+    requests sampled."""
     groups: list[dict[str, Any]]
     trained: list[dict[str, Any]]
     publishes: list[dict[str, Any]]

@@ -17,7 +17,7 @@ from inflight.types import Group, Sample
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The groups of one step, and the parts of them that it trains on."""
+    """The groups of one step, and the parts of these groups that the step trains on."""
 
     groups: Sequence[Group]
     version: int

@@ -21,7 +21,7 @@ throughput.
 
 @dataclass(slots=True)
 class Admission:
-    """Estimates the tokens of a group from the groups that finished last, and admits groups by that estimate."""
+    """Estimates the tokens of a group from the most recently finished groups, and admits groups by that estimate."""
 
     tokens_per_step: int
     expected_tokens: float
@@ -75,8 +75,8 @@ class Admission:
     def in_phase(self, num_waiting_tokens: int, num_running: int, num_steps: int, surplus: float) -> bool:
         """Return whether a conventional phase may offer another group.
 
-        The phase may do so until the running and finished groups together have ``surplus`` times the tokens that it
-        needs.
+        The phase may do so until the running and finished groups together have ``surplus`` times the tokens that the
+        phase needs.
         """
         num_tokens = num_waiting_tokens + num_running * self.tokens_per_group
         return num_tokens < surplus * num_steps * self.tokens_per_step

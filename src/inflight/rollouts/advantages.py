@@ -20,7 +20,7 @@ AdvantageEstimator = Literal[
 ``std``                (R - mean) / (std + 1e-4) (GRPO, arXiv 2402.03300)
 ``population_std``     the same with the divisor G instead of G - 1, and 1e-8 (TRL's AsyncGRPOTrainer)
 ``leave_one_out_std``  (R - mean of the others) / (std of the others + 1e-6) (NeMo-RL)
-``batch_std``          (R - mean) / (std of all such differences of the batch + 1e-4) (ScaleRL, arXiv 2510.13786)
+``batch_std``          (R - mean) / (std of all such differences in the batch + 1e-4) (ScaleRL, arXiv 2510.13786)
 ``opo``                R - sum(L R) / sum(L), where L are the completions' lengths (OPO, arXiv 2505.23585)
 ``maxrl``              (R - mean) / mean, or 0 if the mean is not above 0 (MaxRL, arXiv 2602.02710)
 ``zero``               0, so that rewards have no effect

@@ -1,4 +1,4 @@
-"""Whether training favours completions by length or reward: compares trained completions with omitted ones. No I/O.
+"""Checks whether training favours some lengths or rewards, by comparing trained and omitted completions. No I/O.
 
 Whether a step trains on a finished completion should not depend on the completion's length or reward. If slow
 completions are discarded, long and hard prompts are never trained on (tinker-cookbook #822), and a model learns to be
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class BiasComparison:
-    """How one quantity of trained completions compares with that of omitted ones."""
+    """How one quantity of trained completions compares with the same quantity of omitted ones."""
 
     distance: float
     """Kolmogorov-Smirnov statistic: the maximum difference between the two distribution functions."""

@@ -24,8 +24,8 @@ class WaitingGroups:
     """Holds finished groups, oldest first, until a composer puts them into a step or all their tokens are too old.
 
     Tokens are counted for the step that starts from the version last passed to `advance`: tokens that ``staleness``
-    masks do not count, and neither does the prompt of a completion whose tokens are all masked. Another ``count``
-    replaces this rule.
+    masks do not count, and neither does the prompt of a completion whose tokens are all masked. A different
+    ``count`` function replaces this rule.
     """
 
     def __init__(

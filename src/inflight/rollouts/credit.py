@@ -17,11 +17,11 @@ Credit = Literal["episode", "turn", "return", "critic"]
 """How the advantage of a token is computed:
 
 ``episode``  the reward of its episode, the same for all tokens (GRPO)
-``turn``     that, plus the reward of its turn, compared with the same turn of the other episodes (MT-GRPO,
+``turn``     the same, plus the reward of its turn, compared with the same turn of the other episodes (MT-GRPO,
              arXiv 2505.11821, with both terms at weight 1)
 ``return``   the discounted sum of the rewards from its turn on; the episode's reward counts towards the last
              turn, and sums are compared at the same turn of the episodes
-``critic``   that sum, or the next reward and the next value, minus the value that a critic assigns to its context
+``critic``   that sum, or the next reward plus the next value, minus the value that a critic assigns to its context
              (ArCHer, arXiv 2402.19446); episodes are not compared, and no estimator is used
 """
 

@@ -1,8 +1,8 @@
 """A small critic of turns, which estimates the value of a conversation before each turn of the model.
 
-ArCHer (arXiv 2402.19446) learns values of whole utterances and gives all tokens of an utterance its advantage. Its
-critic is a language model; this one is linear: its features are the tokens and pairs of tokens at the end of the
-context, and the number of the turn.
+ArCHer (arXiv 2402.19446) learns values of whole utterances and gives all tokens of an utterance the same advantage.
+Its critic is a language model. The critic in this module is linear: its features are the tokens and pairs of tokens at
+the end of the context, and the number of the turn.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class TurnCritic:
 
 
 def turns_of(rollout: Rollout) -> Sequence[Turn]:
-    """Return the turns of a rollout; a rollout without named turns is one turn."""
+    """Return the turns of a rollout; a rollout that lists no turns is one turn."""
     return rollout.turns or (Turn(0, len(rollout.completion_token_ids)),)
 
 
 def _rewards(rollout: Rollout) -> list[float]:
-    """Return the reward of each turn; the episode's reward counts with the last turn."""
+    """Return the reward of each turn; the episode's reward counts towards the last turn."""
     rewards = [turn.reward or 0.0 for turn in turns_of(rollout)]
     rewards[-1] += rollout.reward
     return rewards

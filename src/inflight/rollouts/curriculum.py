@@ -17,8 +17,8 @@ FIRST_EVALUATION_ITEM = 1_000_000_000
 NUM_GROUPS = 16
 """Number of groups of one level whose mean reward decides whether the level changes."""
 RAISING_REWARD, LOWERING_REWARD = 0.75, 0.2
-"""If the mean lies between these values, and groups of 8 have rewards of 0 and 1, rewards differ in at least 80 % of
-them.
+"""With groups of 8 and rewards of 0 and 1, at least 80 % of the groups have different rewards while the mean lies
+between these values.
 """
 
 

@@ -89,7 +89,7 @@ class Dispatcher:
         self._request_prefix = request_prefix
         self._stops_stale = knows_versions and type(staleness).can_train is not StalenessPolicy.can_train
         self._saved: dict[int, Sequence[SampledTokens | None]] = {}
-        """By item, completions of restored groups until they are offered again, and of finished ones until settled."""
+        """By item, completions of restored groups until they are offered, and of finished groups until they settle."""
         self._recorded: set[int] = set()
         """Items whose rewards the history holds, until they are settled. Restored groups are scored again."""
         self._failed_requests: Counter[int] = Counter()
@@ -149,7 +149,7 @@ class Dispatcher:
     @property
     def oldest(self) -> int:
         """Position, in the order of offers, of the oldest group being sampled or scored; if there is none, of the next
-        one.
+        group.
         """
         first = next(iter(self.open.values()), None)
         return self._counts["offered"] + 1 if first is None else first.serial
@@ -279,7 +279,7 @@ class Dispatcher:
         self.endpoints.hold(request, slots, now)
 
     def note_first_version(self, request: SendRequest, version: int) -> None:
-        """Record that the request just sent continues an episode whose first token ``version`` sampled."""
+        """Record that the request just sent continues an episode whose first token was sampled by ``version``."""
         for i in request.numbers:
             self.open[request.item].sent_version[i] = version
 

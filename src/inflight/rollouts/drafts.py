@@ -1,4 +1,4 @@
-"""Drafts of completions from other completions of the same prompt.
+"""Drafts completions from other completions of the same prompt.
 
 The completions of a prompt are searched as in a suffix trie: the search finds the longest suffix of the tokens sampled
 so far that occurs in one of the completions, and then follows the most frequent continuation, token by token. The nodes
@@ -169,7 +169,7 @@ class DraftSource:
         return len(self._prompts)
 
     def record(self, history: DraftHistory) -> None:
-        """Replace the finished completions of these prompts."""
+        """Replace the finished completions of the prompts in ``history``."""
         for entry in history.entries:
             prompt = entry.prompt_token_ids
             tail = prompt[-PROMPT_TAIL:]
@@ -180,7 +180,7 @@ class DraftSource:
             self._replace(prompt, self._used(prompt) or self._added(prompt), recorded)
 
     def drafter(self, prompt_token_ids: tuple[int, ...], continued: Sequence[int] = ()) -> Drafter:
-        """Return the drafter of a completion; if it continues, ``continued`` are the tokens sampled before.
+        """Return a drafter for a completion. If an aborted completion continues, ``continued`` has its earlier tokens.
 
         Call `Drafter.finish` when the completion has ended, so that siblings can be drafted from it.
         """

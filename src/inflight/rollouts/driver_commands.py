@@ -13,7 +13,7 @@ from inflight.types import Group, Rollout
 
 
 class SampledTokens(Protocol):
-    """The properties of the sampled tokens of one completion or episode that a dispatcher uses."""
+    """The sampled tokens of one completion or episode, as a dispatcher sees them."""
 
     @property
     @abstractmethod
@@ -66,7 +66,7 @@ class SendRequest:
     numbers: tuple[int, ...]
     endpoint: str
     partial: SampledTokens | None = None
-    """The tokens that the completion already has, if the request continues one; it then has no other completion."""
+    """The tokens that the completion already has, if the request continues it; there is then no other completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class FinishedGroup:
     is_waiting: bool
     num_rewritten: int = 0
     is_new: bool = True
-    """Whether the group finished for the first time. One that waited for a step when the run was saved finishes again
-    after the run is resumed."""
+    """Whether the group finished for the first time. A group that waited for a step when the run was saved finishes
+    again after the run is resumed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class PromptRecord:
 
 
 class HistoryStore:
-    """Remembers the latest ``completions_per_prompt`` lengths and rewards of each prompt, and its last group's tokens.
+    """Remembers the latest ``completions_per_prompt`` lengths and rewards of each prompt, and the last group's tokens.
 
     Prompts in excess of ``max_prompts`` are removed, least recently recorded first. If there are more than
     ``max_tokens`` tokens, the tokens of prompts are removed in the same order.

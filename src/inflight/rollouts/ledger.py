@@ -39,7 +39,7 @@ class Ledger:
         """
         self.num_dropped: Counter[str] = Counter()
         self.num_requeued = 0
-        """Number of calls of `requeue`, also counting earlier processes, but not items that a restart puts back."""
+        """Number of calls to `requeue`, earlier processes included; items that a restart puts back do not count."""
 
     @property
     def outstanding(self) -> int:

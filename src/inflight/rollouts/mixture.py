@@ -74,7 +74,7 @@ def create_mixture(seed: int, tasks: Sequence[Mapping[str, Any]]) -> Mixture:
 
 
 def task_names(task: Task | Environment) -> list[str]:
-    """Return the names of the tasks of a run: those in the mixture, or that of its only task."""
+    """Return the names of the tasks of a run: the tasks in the mixture, or the run's only task."""
     return [*task.tasks] if isinstance(task, Mixture) else [task.name]
 
 

@@ -32,11 +32,11 @@ class Packing:
     def pack(self, samples: Sequence[Sample]) -> Packed:
         """Return the indices of the samples in each micro-batch.
 
-        Unless prefixes are shared, this is what the function `pack` returns. If they are shared, samples with a common
+        Unless prefixes are shared, the result is that of the function `pack`. If they are shared, samples with a common
         prefix are kept together, and shares receive about the same number of computed tokens; a prefix that crosses the
         boundary between two shares or micro-batches is computed in both. Since attention is computed for whole
-        sequences, the sequences of a micro-batch have at most twice ``max_tokens``. Raises `InvalidRequestError` for a
-        sample that is too long.
+        sequences, the sequences of a micro-batch add up to at most twice ``max_tokens``. Raises
+        `InvalidRequestError` for a sample that is too long.
         """
         rollouts = [sample.rollout for sample in samples]
         return self._pack([it.num_tokens for it in rollouts], lambda: shared_prefixes(rollouts))
@@ -95,7 +95,7 @@ def _check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
 
 
 def _with_equal_numbers(per_rank: Packed) -> Packed:
-    """Return the micro-batches of each rank, with empty ones appended so that all ranks have equally many."""
+    """Return the micro-batches of each rank, with empty ones appended so that all ranks have the same number."""
     num_micro_batches = max(len(micro_batches) for micro_batches in per_rank)
     return [micro_batches + [[] for _ in range(num_micro_batches - len(micro_batches))] for micro_batches in per_rank]
 

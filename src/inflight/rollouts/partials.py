@@ -65,6 +65,6 @@ def _shifted(span: VersionSpan, num_tokens: int) -> VersionSpan:
 
 
 def _next_seed(seed: int, index: int, num_tokens: int) -> int:
-    """Return a different seed for each completion of a request and for each position of the cut."""
+    """Return a different seed for each completion of a request and each position at which it was cut."""
     digest = hashlib.blake2b(f"{seed}:{index}:{num_tokens}".encode(), digest_size=8).digest()
     return int.from_bytes(digest)

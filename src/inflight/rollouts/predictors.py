@@ -71,7 +71,7 @@ def predicted_length(predictor: LengthPredictor, item: OpenItem, otherwise: floa
 
 
 class TailRecall:
-    """Measures how many of the longest ``share`` of the last ``window`` groups were predicted to be the longest."""
+    """Measures how many of the longest groups, a fraction ``share`` of the last ``window``, were predicted to be so."""
 
     def __init__(self, share: float = 0.2, window: int = 256) -> None:
         self._share = share
@@ -81,7 +81,7 @@ class TailRecall:
         self._pairs.append((predicted, actual))
 
     def value(self) -> float | None:
-        """Return the recall, from 0 to 1; None before ten groups.
+        """Return the recall, from 0 to 1; None until there are ten groups.
 
         Ties count with the probability that a random order would choose them, so the recall of a constant predictor is
         about ``share``.

@@ -28,9 +28,9 @@ class ScaleRule:
     _before: tuple[bool, int, int] = field(default=(False, 0, 0))
 
     def note(self, time_s: float, *, is_waiting: bool, num_slots: int, num_free: int) -> Change | None:
-        """Record whether training waits and how many slots are free from now on; at the end of a window, return a
-        change.
+        """Record whether training waits and how many slots are free from now on.
 
+        At the end of a window, return how the fleet should change; return None otherwise, or if it should not change.
         ``time_s`` must not decrease between calls.
         """
         now = (is_waiting, num_slots, num_free)
@@ -52,6 +52,6 @@ class ScaleRule:
         return "grow" if waited > self.wait_share else None
 
     def begin(self, time_s: float) -> None:
-        """Begin a new window, because earlier figures do not apply to a fleet that has changed."""
+        """Begin a new window, because earlier measurements do not apply to a fleet that has changed."""
         self._began = self._noted = time_s
         self._waited_s = self._slots_s = self._free_s = 0.0

@@ -28,10 +28,10 @@ def has_signal(rewards: Sequence[float]) -> bool:
 def sample_pairs(advantages: Sequence[float], *, keep: float = 0.5) -> list[tuple[int, int]]:
     """Return the pairs of completions of one group with the largest contrast, as indices (better, worse).
 
-    Completions are sorted by advantage and paired, the largest with the smallest and so on inwards; the first ``keep``
-    of the pairs, but at least one, are kept (pairwise trajectory sampling, Shuffle-R1, arXiv 2508.05612). If their
-    number is odd, the completion in the middle has no pair. Ties keep their order. Raises `InvalidRequestError` if
-    ``keep`` is not in (0, 1].
+    Completions are sorted by advantage and paired, the largest with the smallest and so on inwards; the first pairs, a
+    fraction ``keep`` of them but at least one, are kept (pairwise trajectory sampling, Shuffle-R1, arXiv 2508.05612).
+    If the number of completions is odd, the one in the middle has no pair. Ties keep their order. Raises
+    `InvalidRequestError` if ``keep`` is not in (0, 1].
     """
     if not 0 < keep <= 1:
         raise InvalidRequestError(f"keep must be above 0 and at most 1, not {keep}")

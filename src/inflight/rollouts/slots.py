@@ -1,4 +1,4 @@
-"""Accounting for the use of endpoint slots in slot-seconds."""
+"""Accounts for the use of endpoint slots, in slot-seconds."""
 
 from __future__ import annotations
 

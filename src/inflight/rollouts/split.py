@@ -27,7 +27,7 @@ def best_split(
 
     Of equally fast splits, it is the one with the fewest devices.
 
-    ``generation_s`` and ``training_s`` give the seconds that a stage takes for one step on a number of devices.
+    ``generation_s`` and ``training_s`` return the seconds that a stage takes for one step on a number of devices.
     ``unit`` is the number of devices that one replica needs. Raises `InvalidRequestError` if there are too few devices
     for one replica of each stage.
     """

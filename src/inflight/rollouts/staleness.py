@@ -22,8 +22,8 @@ class MaxLag(StalenessPolicy):
 
     `max_outstanding_groups` only makes masked tokens rare. If no more groups than it allows are ever outstanding, and
     groups are trained in the order in which they were issued, then a group is at most ``max_lag`` versions old when its
-    turn comes. The order is not guaranteed: while one slow completion runs, groups issued after it finish, are trained
-    on, and make space for others, so the age of its first tokens has no bound.
+    turn comes. The order is not guaranteed: while one slow completion runs, groups that were issued later finish, are
+    trained on, and make space for others, so the age of the slow completion's first tokens has no bound.
     """
 
     max_lag: int

@@ -57,7 +57,7 @@ class StepQueue:
     is_phase_ending: bool = False
     """Whether a phase has enough groups, and waits until nothing is running."""
     num_training: int = 0
-    """The groups that were composed and are not settled yet."""
+    """The number of groups that were composed and are not settled yet."""
 
     def __post_init__(self) -> None:
         self.waiting = WaitingGroups(self.staleness, self.composer, self.rules.kept_size_of)
@@ -93,8 +93,10 @@ class StepQueue:
         self.outbox.notify(StepWanted(now, version, self.admission.num_groups(self.rules.steps_per_phase or 1)))
 
     def add(self, group: Group, num_rewritten: int, now: float, *, is_new: bool = True) -> None:
-        """Queue a finished group for a step, or drop it. It is not new if the run was resumed since it first
-        finished."""
+        """Queue a finished group for a step, or drop it.
+
+        ``is_new`` is False if the run was resumed since the group first finished.
+        """
         reason: str | None = None
         if not self.rules.trains_on_equal_rewards and not teaches(group, self.rules.credit):
             reason = "equal rewards"

@@ -33,9 +33,9 @@ class AnswerFormat(Section):
     If not set, the message is the problem itself.
     """
     answer_pattern: str | None = None
-    """A regular expression. The answer is what its last match captures (its group, or the whole match if it has none);
-    a completion without a match has reward 0. ``.`` also matches line breaks. If not set, the task reads the whole
-    completion; reasoning-gym datasets use the last ``<answer>`` tag if there is one.
+    """A regular expression. The answer is the group of its last match, or the whole match if the expression has no
+    group; a completion without a match has reward 0. ``.`` also matches line breaks. If not set, the task reads the
+    whole completion; reasoning-gym datasets use the last ``<answer>`` tag if there is one.
     """
 
     @field_validator("prompt_template")

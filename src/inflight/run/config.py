@@ -116,14 +116,14 @@ class TaskSection(TaskSettings):
     reward_processes: int | None = Field(default=None, ge=0)
     """Number of processes that make the items of a task and compute its rewards; each computes those of one group at a
     time. If not set, one process computes the rewards of several groups at once, each in a thread. With 0, threads of
-    the run do so; they slow the run down if rewards are computed in Python, and stop it if they hold the interpreter's
-    lock.
+    the run's own process do this work; they slow the run down if rewards are computed in Python, and block it if they
+    hold the interpreter's lock.
     """
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """How long an episode of an environment may take."""
     extra_episodes: int = Field(default=0, ge=0)
-    """Number of episodes of an environment to start in addition to ``sampling.group_size``. The last ones to finish are
-    abandoned."""
+    """Number of episodes of an environment to start in addition to ``sampling.group_size``. Episodes that still run
+    when enough have finished are abandoned."""
 
 
 class EvaluationSection(Section):
@@ -176,8 +176,8 @@ class TrainSection(OptimizerSettings):
     """
     threads: int = Field(default=1, ge=1)
     """Number of threads of each rank. The default is 1. If the model has 10 million parameters or more, however, ranks
-    that compute on the CPU of this machine divide its cores equally; threads that wait for each other sleep, so that
-    servers can use their cores.
+    that compute on the CPU of this machine divide its cores equally; threads sleep while they wait for each other, so
+    that servers can use the cores.
     """
     master_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the trained parameters and of the optimizer's moments, independent of ``model.dtype``.
@@ -212,7 +212,7 @@ class LossSection(Section):
     policy: PolicyLoss | None = None
     """A loss composed of pieces, instead of a preset."""
     advantages: AdvantageEstimator | None = None
-    """The estimator of advantages. If not set, it is that of the preset, or ``leave_one_out`` if ``policy`` is set."""
+    """The estimator of advantages. If not set, the preset chooses it; with ``policy``, it is ``leave_one_out``."""
     reference_kl: float = Field(default=0.0, ge=0)
     """Coefficient of a KL penalty towards the initial model. If it is above 0, this penalty replaces any KL penalty of
     the loss itself."""
@@ -268,7 +268,7 @@ class RolloutsSection(Section):
     equal). ``on_low_ess`` decides what happens after a step below it. If not set, any step is accepted."""
     on_low_ess: Literal["wait", "stop"] = "wait"
     """What happens after a step below ``min_ess``: with ``wait``, the next step uses only tokens that were sampled
-    after it; ``stop`` ends the run.
+    after that step; ``stop`` ends the run.
     """
     credit: Credit = "episode"
     """How the rewards of an environment become advantages of tokens: see `inflight.rollouts.credit`."""

@@ -56,7 +56,7 @@ class PushDelivery(Delivery):
     serving: Mapping[str, int | None] = field(default_factory=dict)
     noted: set[str] = field(default_factory=set)
     problems: Sequence[str] = ()
-    """The problems with servers that the last publishes found; empty once a server has a version."""
+    """The problems with servers that the last publishes reported; empty once a publish has reached a server."""
     known: set[str] = field(default_factory=set)
     """The servers that took part from the start or have held a version since."""
 
@@ -98,7 +98,7 @@ class PushDelivery(Delivery):
     async def watch(self) -> None:
         """Whenever no server is left, publish again until one answers.
 
-        Otherwise, each step's publish contacts the lost servers.
+        As long as a server is left, the publish of each step contacts the lost ones.
         """
         actor, timeout_s = self.servers.actor, self.servers.config.run.start_timeout_s
         while True:
@@ -175,7 +175,7 @@ class PullDelivery(Delivery):
 
 
 def delivery_of(config: RunConfig, servers: Servers, trainers: TrainerGroup) -> Delivery:
-    """Return the run's side of delivery, as configured; `publishing_of` returns the side of the ranks."""
+    """Return the run's part of the configured delivery; `publishing_of` returns the ranks' part."""
     return PushDelivery(servers, trainers) if config.updates.followed is None else PullDelivery(servers)
 
 

@@ -14,7 +14,7 @@ from inflight.wire import MAX_ALTERNATIVES
 class TeacherSection(Section):
     """A model that scores the completions of the trained model, on a server at a URL or on the trainer ranks.
 
-    Its vocabulary must be that of the trained model.
+    It must have the same vocabulary as the trained model.
     """
 
     url: str | None = None
@@ -42,8 +42,8 @@ class DistillationSection(Section):
     top_k: int = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
     """Number of the teacher's most likely tokens to request at each position, for losses that use them."""
     max_concurrent_scores: int = Field(default=8, ge=1)
-    """Maximum number of completions that each teacher with a URL scores at a time. This limit is separate from those of
-    sampling, so that a teacher does not starve sampling on a server that they share."""
+    """Maximum number of completions that each teacher with a URL scores at a time. This limit is separate from the
+    limits of sampling, so that a teacher does not starve sampling on a server that they share."""
     timeout_s: float = Field(default=300.0, gt=0)
     """How long a teacher may take to score a completion, retries included, before the run ends."""
 

@@ -72,7 +72,7 @@ class DryRun:
     update: PlannedUpdate
     devices: tuple[DeviceUse, ...]
     host_memory: Memory
-    """How much of this host's memory each process without a GPU needs; without terms, the amount is unknown."""
+    """How much of this host's memory each process without a GPU needs; an empty tuple means an unknown amount."""
     notes: tuple[str, ...]
 
 
@@ -93,10 +93,10 @@ async def dry_run(prepared: Prepared) -> DryRun:
 
 
 def hosts_of_dry_run(config: RunConfig, devices: Sequence[Device]) -> Hosts:
-    """Return the hosts that a dry run plans with.
+    """Return the hosts that a dry run assumes.
 
-    Only launchers that do nothing before they start a process are asked. Others are assumed to have the GPUs
-    ``devices``, because asking them may start a cluster.
+    Only launchers that do nothing before they start a process are asked. All other launchers are assumed to have the
+    GPUs ``devices``, because asking them may start a cluster.
     """
     if config.run.launcher in ("local", "outside"):
         return hosts_of(load_launcher(config.run.launcher, config.run.launcher_options))
@@ -130,7 +130,7 @@ def _indices(it: GpuPlacement) -> tuple[int, ...]:
 
 
 def _asking(prepared: Prepared) -> list[Coroutine[Any, Any, PlannedProcess]]:
-    """Return a call for each running server of the run or of a teacher, which asks whether the server can take part."""
+    """Return a coroutine for each running server, the teachers' included, that asks whether it can take part."""
     config = prepared.config
 
     async def server(endpoint: InferenceEndpoint) -> str:

@@ -28,10 +28,10 @@ class ServerGroupSection(Section):
     """Additional arguments for the command line of the engine's own server."""
     devices: tuple[NonNegativeInt, ...] | None = None
     """The indices of the GPUs of all these servers, server by server: ``count`` times as many as one server uses. If
-    not set, they use any free GPUs.
+    not set, the servers use any free GPUs.
     """
     max_concurrent: int = Field(default=DEFAULT_MAX_CONCURRENT, ge=1)
-    """How many completions the run sends to a server, and the server decodes, at the same time.
+    """The maximum number of completions that a server decodes, and that the run sends to it, at the same time.
 
     In ``servers``, this also applies to attached and joining servers, and to the tables of a fleet that do not set it.
     """
@@ -155,7 +155,7 @@ class ServersSection(ServerGroupSection):
 
     @property
     def members(self) -> tuple[ServerGroupSection, ...]:
-        """The servers to start; none with ``attach.urls``, or if others may join and no server is configured."""
+        """The groups of servers to start; empty with ``attach.urls``, or if others may join and none is configured."""
         is_chosen = not self.model_fields_set.isdisjoint(("fleet", *_OF_ONE_KIND))
         if self.attach.urls or (self.attach.others_may_come and not is_chosen):
             return ()

@@ -27,7 +27,7 @@ class Interrupt:
         """Whether the user has asked twice, so that the run's processes were killed."""
 
     def listen(self) -> None:
-        """Handle the signals in the running event loop. ``nohup`` keeps its effect."""
+        """Handle the signals in the running event loop. If SIGHUP is ignored, as under ``nohup``, it stays ignored."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue

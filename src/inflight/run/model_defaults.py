@@ -11,9 +11,9 @@ _DEFAULTS = (
 )
 """Defaults of ``train`` by size: each applies to models with fewer parameters than its bound.
 
-The first two are the values with which this project trains models of 0.2 to 3 million parameters and SmolLM2-135M. For
-the latter, 3e-5 without warm-up reduces the effective sample size of the loss from 0.997 to 0.72 in one step. 1e-6 is
-the default of TRL's GRPOConfig for models of billions of parameters.
+The first two are the values with which this project trains models of 0.2 to 3 million parameters and SmolLM2-135M,
+respectively. For SmolLM2-135M, 3e-5 without warm-up reduces the effective sample size of the loss from 0.997 to 0.72
+in one step. 1e-6 is the default of TRL's GRPOConfig for models of billions of parameters.
 """
 _MIN_PARAMETERS_OF_THREADS = 1e7
 """Smaller models use one thread: distributing their operations among threads takes longer than computing them."""

@@ -49,7 +49,7 @@ class Hosts:
     address: str
     port: int
     num_gpus: int | None
-    """The GPUs of all hosts; None if the processes run on this machine, where the run itself chooses among the GPUs."""
+    """The number of GPUs of all hosts; None if processes run on this machine, where the run itself assigns the GPUs."""
     can_outlive: bool
 
 
@@ -133,7 +133,7 @@ class Prepared:
     trackers: Mapping[str, Tracker]
     placement: Placement
     devices: tuple[Device, ...]
-    """The GPUs of this machine; none if no process uses one, or if a launcher chooses among hosts."""
+    """The GPUs of this machine; empty if no process uses one, or if a launcher chooses among hosts."""
     memory: Memory
     """The memory that each process needs on each of its GPUs, by process name."""
     host_memory: Memory
@@ -143,7 +143,7 @@ class Prepared:
     attached: tuple[str, ...]
     """URLs of the servers that are already running."""
     defaults: tuple[str, ...]
-    """One line for each setting whose value was chosen by the size of the model."""
+    """One line for each setting whose value was chosen according to the size of the model."""
 
     @property
     def longest_sequence(self) -> int:

@@ -4,7 +4,7 @@
          -> ranks: optimizer step -> publish -> servers
 
 The actor and the trainer run concurrently: this process samples and scores while the ranks train and publish in their
-own processes. ``mode = "conventional"`` runs the same parts in turn.
+own processes. ``mode = "conventional"`` runs the same parts one after the other.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ async def _conventional(run: _Run) -> None:
 
 
 async def _train_last(run: _Run, batch: StepBatch) -> list[Trained]:
-    """Take the last step of a phase and publish it, once servers that released their memory have it back."""
+    """Take the last step of a phase, and publish its version once servers that released their memory have it back."""
     if run.memory is None:
         return await _train(run, batch, publish=run.servers.members())
     first, *others = await _train(run, batch, publish=None)

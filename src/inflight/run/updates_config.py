@@ -35,8 +35,8 @@ class UpdatesSection(Section):
     deadline_s: float | None = Field(default=None, gt=0)
     """How long a publish may take. If not set, 60 s plus the time to move the weights at 0.5 GB/s."""
     quorum: int | None = Field(default=None, ge=1)
-    """How many servers must hold each version; with fewer, the run waits. If not set, all that can be reached must hold
-    it, but at least one.
+    """How many servers must hold each version; with fewer, the run waits. If not set, every server that can be
+    reached must hold it, and at least one must be reached.
     """
     encoding: Rounding = "raw"
     """``bfloat16`` and ``float8`` round the weights in transit, so that fewer bytes are sent. ``raw`` sends them
@@ -51,8 +51,8 @@ class UpdatesSection(Section):
     """Run the forward and backward passes of the next step while a version is being published; the optimizer waits
     until the publish has ended. This is faster if publishes are slow. With several ranks, it needs ``sharded``."""
     staged: bool = True
-    """Keep sampling while weights arrive, on servers that support it. They then temporarily hold a second copy of the
-    weights."""
+    """Keep sampling while weights arrive, on servers that support it. Those servers temporarily hold a second copy of
+    the weights."""
 
     @property
     def followed(self) -> Path | None:

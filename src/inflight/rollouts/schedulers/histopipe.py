@@ -164,7 +164,7 @@ def equal_cuts(num_items: int, num_parts: int) -> list[int]:
 
 
 def whole_endpoints(works: Sequence[float], num_endpoints: int) -> list[int]:
-    """Return the number of endpoints for each rank group, so that their times grow about linearly with their rank.
+    """Return the number of endpoints for each rank group, so that the groups' times grow about linearly with rank.
 
     The line begins with the first group on one endpoint, and has the smallest slope, found by binary search, for which
     there are enough endpoints (RhymeRL, section 5, first tier). The slowest groups receive the endpoints left over by

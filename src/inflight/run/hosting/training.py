@@ -43,7 +43,7 @@ class HostedTraining(Training):
         self.is_lora = is_lora
         self.sending = asyncio.Lock()
         """Held while servers receive weights, so that a publish does not miss a server that is about to receive older
-        ones.
+        weights.
         """
         self._has_gradient = False
         self._failure: WorkerDiedError | None = None

@@ -19,7 +19,7 @@ _UNITS = {"GiB": 1 << 30, "GB": 10**9}
 class Device:
     """One GPU.
 
-    ``index`` is its number among the GPUs that the run may use, as torch in the run's process would count.
+    ``index`` is its number among the GPUs that the run may use, as torch would count in the run's process.
     """
 
     index: int
@@ -75,7 +75,8 @@ def _device(line: str) -> Device:
 def visible_devices(devices: Sequence[Device], visible: str | None) -> tuple[Device, ...]:
     """Return the devices that CUDA_VISIBLE_DEVICES (None if not set) leaves visible, renumbered from 0.
 
-    As in CUDA, an invalid index hides the devices after it. Raises `ConfigError` for a name that no device has.
+    As in CUDA, an invalid index hides the devices after it. Raises `ConfigError` for a name that does not match
+    exactly one device.
     """
     if visible is None:
         return tuple(devices)

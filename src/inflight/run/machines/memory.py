@@ -76,7 +76,7 @@ def trainer_terms(config: RunConfig, base: MemoryTerm) -> tuple[MemoryTerm, ...]
 def server_terms(
     config: RunConfig, member: ServerGroupSection, use: GpuUse, model: ModelShape, memory_bytes: int
 ) -> tuple[MemoryTerm, ...]:
-    """Return what one server needs on each of its GPUs, each of which has ``memory_bytes`` (0 if unknown).
+    """Return the memory that one server needs on each of its GPUs, which have ``memory_bytes`` each (0 if unknown).
 
     Raises `ConfigError` if the engine's share of that memory cannot hold the model and one sequence.
     """
@@ -193,7 +193,7 @@ def device_uses(devices: Sequence[Device], placement: Placement, memory: Memory)
 
 
 def check_fits(uses: Sequence[DeviceUse], memory: Memory) -> None:
-    """Raise a `ConfigError` if a device has too little memory; it states how much is missing and what would help."""
+    """Raise a `ConfigError` that states how much memory is missing and what would help, if a device has too little."""
     for use in uses:
         if use.memory_bytes and use.needed_bytes > use.memory_bytes:
             raise ConfigError(_shortage(use, memory))

@@ -179,7 +179,7 @@ class _Wanted:
     role: Literal["trainer", "server"]
     num_devices: int
     explicit: tuple[int, ...] = ()
-    """The indices that the configuration names; empty for any free GPUs."""
+    """The indices that the configuration names; empty if any free GPUs will do."""
 
 
 def _trainer_devices(config: RunConfig) -> list[tuple[int, ...]]:

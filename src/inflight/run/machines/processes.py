@@ -1,7 +1,7 @@
 """The server and trainer processes of a run, which launchers start and watch.
 
-Each process ends when the run dies, because its standard input is closed. Its output goes to a file, whose end is
-quoted in errors.
+When the run dies, the standard input of each process is closed, which ends the process. The output of a process goes
+to a file; errors quote the end of that file.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Process:
         return f"{self.name} {self.process.ended or 'has not ended'}{self.end_of_log()}"
 
     def end_of_log(self) -> str:
-        """Return the last lines of the log of a process that has ended, as the end of a message; empty without any."""
+        """Return the last lines of an ended process's log, to append to a message; empty if there are none."""
         lines = self.process.ended.lines if self.process.ended is not None else ()
         return f"; the end of {self.log}:\n" + "\n".join(f"    {line}" for line in lines) if lines else ""
 
@@ -109,8 +109,9 @@ class ServerProcess(Process):
         await self.wait_until_ready(timeout_s)
 
     async def wait_until_ready(self, timeout_s: float) -> None:
-        """Return once the server answers at ``url``. Raises `ConfigError` with the end of its log if it ends before
-        that.
+        """Return once the server answers at ``url``.
+
+        If it ends first or does not answer in time, it is stopped and `ConfigError` is raised, with the end of its log.
         """
         try:
             async with asyncio.timeout(timeout_s):

@@ -14,7 +14,7 @@ STEP_S = 900.0
 _SAVE_S = 900.0
 _PUBLISH_S = 60.0
 _COLLECTIVE_S = 1800.0
-"""torch's own limit for collectives of gloo."""
+"""torch's own limit for gloo collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class TimeLimits:
 
     publish_s: float
     step_s: float
-    """Limit of an optimizer step and the publish after it, or the one that overlaps it."""
+    """Limit of an optimizer step together with the publish that follows or overlaps it."""
     save_s: float
 
     @property
@@ -35,7 +35,7 @@ class TimeLimits:
 def time_limits(config: RunConfig) -> TimeLimits:
     """Return the limits of a run. Reads the headers of the model's files; raises `ConfigError` if that fails.
 
-    A checkpoint holds the parameters and two moments of each in ``train.master_dtype``.
+    A checkpoint holds the parameters and two moments per parameter in ``train.master_dtype``.
     """
     dtype, master_size = config.model.dtype, DTYPE_SIZES[config.train.master_dtype]
     size_bytes = sum(spec.size_bytes for spec in tensor_specs_of(config.model.path, dtype))

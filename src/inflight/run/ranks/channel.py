@@ -74,8 +74,9 @@ class RunChannel:
             raise WorkerDiedError(f"the connection to trainer rank {self._rank} is lost: {error}") from error
 
     async def receive(self) -> Reply:
-        """Wait for the next reply. ¶ Raises `TrainerError` if the message is not a reply, and `WorkerDiedError` if it
-        has tensors.
+        """Wait for the next reply.
+
+        Raises `TrainerError` if the message is not a reply, and `WorkerDiedError` if it has tensors.
         """
         try:
             head, payload = _split(await self._stream.receive(_MAX_FRAME_BYTES))

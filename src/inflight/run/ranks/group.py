@@ -58,7 +58,7 @@ _TOGETHER_S = 0.2
 
 @dataclass(eq=False)
 class TrainerGroup:
-    """All ranks of one run. Every call sends a request to all ranks, and raises the error of a rank that fails."""
+    """All ranks of one run. Every call sends a request to all ranks, and raises the error of any rank that fails."""
 
     config: RunConfig
     logs: Path
@@ -128,7 +128,7 @@ class TrainerGroup:
             return (await _all_of(self.ranks, [_rendezvous_of(rank) for rank in self.ranks], timeout_s))[0]
 
     async def train(self, frames: Sequence[bytes]) -> list[Trained]:
-        """Take one optimizer step on the data of all shares, one frame for each; return every rank's answer.
+        """Take one optimizer step on the data of all shares, one frame per share; return every rank's answer.
 
         If several ranks compute a share together, only the answer of the first has metrics and logprobs.
         """
@@ -155,8 +155,8 @@ class TrainerGroup:
     async def save(self, path: Path) -> list[Done]:
         """Write a checkpoint of the workers; return every rank's answer.
 
-        If the run saves in the background, the workers wait for an earlier save, copy their state and start writing it.
-        A publish that overlaps training ends first.
+        If the run saves in the background, the workers wait for an earlier save, copy their state and start writing the
+        copy. A publish that overlaps training ends first.
         """
         waits_for_another = self.config.run.background_saves
         publish_s = self.limits.step_s if self.config.updates.overlap else 0.0
@@ -213,7 +213,7 @@ class TrainerGroup:
     # ------------------------------------------------------------------------------- training that others control
 
     async def accumulate(self, frames: Sequence[bytes]) -> list[Accumulated]:
-        """Accumulate the gradient of all shares, one frame for each; return the answer of each share's first rank."""
+        """Accumulate the gradient of all shares, one frame per share; return the answer of each share's first rank."""
         answers = await self._ask([frames[share] for share in self.data_ranks], Accumulated, self.limits.step_s)
         return [answers[self.data_ranks.index(share)] for share in range(self.num_shares)]
 
@@ -345,7 +345,7 @@ async def _failures(asking: Sequence[asyncio.Future[T]]) -> list[_RankError]:
 
 
 def _with_rank_name(cause: _RankError, failures: Sequence[_RankError], num_ranks: int) -> InflightError:
-    """Return a rank's error, with the rank's name added unless all ranks report the same error or it names a rank."""
+    """Return a rank's error, with the rank's name added unless all ranks report the same error or it has one."""
     text, name = str(cause.error), cause.rank.name
     all_say_so = len(failures) == num_ranks and len({str(failure.error) for failure in failures}) == 1
     if all_say_so or name in text or text.startswith("rank "):

@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 
 _INPUTS = "inputs."
 _HARMLESS = (CheckpointError, NonFiniteError, PublishError, TrainerError)
-"""Worker errors that all ranks raise and that leave training unchanged."""
+"""Worker errors that all ranks raise and that leave the state of training unchanged."""
 
 
 class HostedRank:
-    """One rank. Every rank receives the same requests; only rank 0 publishes, to servers of the caller's choice."""
+    """One rank that another program controls.
+
+    Every rank receives the same requests; only rank 0 publishes, to servers of the caller's choice.
+    """
 
     def __init__(self, worker: TrainerWorker, start: Start, publish_s: float, begin: Callable[[str], None]) -> None:
         self._worker = worker

@@ -1,7 +1,7 @@
 """The messages between the run and its trainer ranks.
 
 The run sends a request to every rank. A rank sends any number of status messages, and then its answer. The tensors of
-micro-batches are sent with the message, by name.
+micro-batches are sent with the request, by name.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Members(Message):
 
     urls: tuple[str, ...] = ()
     ask_all: bool = False
-    """Whether the publish retries every server that was left out, without waiting for its backoff."""
+    """Whether the publish retries every server that was left out, without waiting for the server's backoff."""
 
 
 class Start(Message):
@@ -156,7 +156,7 @@ Request = Annotated[
 
 
 class PublishResult(Message):
-    """The duration of a publish and the servers that it reached. No server is named when servers pull."""
+    """The duration of a publish and the servers that it reached. No server is listed when servers pull."""
 
     span: tuple[float, float]
     """Start and end, in wall-clock seconds."""
@@ -209,7 +209,7 @@ class Here(Message):
 
 
 class StatusMessage(Message):
-    """The rank begins an activity. Its answer follows later."""
+    """The rank has begun an activity. The answer to the request follows later."""
 
     type: Literal["doing"] = "doing"
     what: str
@@ -270,7 +270,7 @@ class Ready(RankAnswer):
 
     type: Literal["ready"] = "ready"
     data_rank: int
-    """The share of each step's data that the rank computes; several ranks may compute one together."""
+    """The share of each step's data that the rank computes; several ranks may compute one share together."""
     shares_prefixes: bool
     """Whether the worker is a `PrefixSharingWorker` that shares prefixes."""
     takes_step_settings: bool = False
@@ -306,7 +306,7 @@ class Trained(RankAnswer):
     metrics: dict[str, list[float]]
     """Metrics in the form that `encode_metrics` returns."""
     span: tuple[float, float]
-    """Start and end of training, excluding the publish after it, and including the wait for one that overlaps it."""
+    """Start and end of training, without the publish after it, but with the wait for a publish that overlaps it."""
     logprobs: tuple[Floats, ...] = ()
     """Trainer logprobs [T] of each micro-batch before the step, 0.0 where there is no target; empty if not
     requested."""
@@ -333,8 +333,8 @@ def tensors_of(batches: Iterable[MicroBatch]) -> dict[str, torch.Tensor]:
 
 
 def micro_batches_of(segment_lengths: Sequence[Sequence[int]], tensors: Mapping[str, torch.Tensor]) -> list[MicroBatch]:
-    """Return the micro-batches whose tensors `tensors_of` returned. Raises `TrainerError` if they do not form
-    micro-batches.
+    """Return the micro-batches whose tensors `tensors_of` returned. Raises `TrainerError` if the tensors do
+    not form micro-batches.
     """
     parts: list[dict[str, Any]] = [{"segment_lengths": tuple(lengths)} for lengths in segment_lengths]
     try:

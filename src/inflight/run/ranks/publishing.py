@@ -96,7 +96,7 @@ class PushPublishing(Publishing):
 
 
 class PushParticipation(Publishing):
-    """The role of every other rank in `PushPublishing`."""
+    """The role in `PushPublishing` of every rank except rank 0."""
 
     def __init__(
         self, updates: UpdatesSection, worker: TrainerWorker, deadline_s: float, group: dist.ProcessGroup | None
@@ -118,7 +118,7 @@ class PushParticipation(Publishing):
 
 
 class PullParticipation(Publishing):
-    """The role of every other rank in `PullPublishing`."""
+    """The role in `PullPublishing` of every rank except rank 0."""
 
     def publish(self, worker: TrainerWorker, members: Members) -> None:
         gather_only(worker)
@@ -139,8 +139,8 @@ class PullPublishing(Publishing):
     def publish(self, worker: TrainerWorker, members: Members) -> PublishResult:
         """Store the current version.
 
-        Raises `FencedError` if a later incarnation has stored a version, because servers refuse those of earlier
-        incarnations.
+        Raises `FencedError` if a later incarnation has stored a version, because servers refuse versions of
+        earlier incarnations.
         """
         started = unix_time()
         newest = newest_incarnation(self._directory, self._run_id)
@@ -170,7 +170,7 @@ class PullPublishing(Publishing):
 
 
 def publishing_of(worker: TrainerWorker, start: Start, deadline_s: float) -> Publishing:
-    """Return a rank's role in publishing; all ranks call this together. Errors of connecting to the servers propagate.
+    """Return a rank's role in publishing; all ranks call this together. Errors in connecting to the servers propagate.
 
     Raises `ConfigError` if publishes are to overlap training, but the worker does not support it.
     """

@@ -1,8 +1,8 @@
 """One trainer rank in its own process: ``python -m inflight.run.ranks.rank``, configured by environment variables.
 
-A rank connects to the run, executes its requests on a `TrainerWorker`, and answers them. Every rank receives the same
-requests and makes the same calls. A rank reports each activity at its start, so that the run knows what the rank was
-doing if it dies. It ends when the run ends.
+A rank connects to the run, executes the run's requests on a `TrainerWorker`, and answers them. Every rank receives the
+same requests and makes the same calls. A rank reports each activity at its start, so that the run knows what the rank
+was doing if it dies. A rank ends when the run ends.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class TrainerRank:
             self._publishing = publishing_of(self._worker, start, limits.publish_s)
 
     def close(self) -> None:
-        """Leave the servers, once a publish that runs in a thread has ended or its deadline has passed."""
+        """Disconnect from the servers once a publish that runs in a thread has ended or its deadline has passed."""
         if self._overlapped is not None:
             wait([self._overlapped], self._publish_s)
         self._hosted.close()
@@ -238,10 +238,10 @@ class TrainerRank:
     # --------------------------------------------------------------------------------------------- one optimizer step
 
     def _train(self, request: Train, batches: Sequence[MicroBatch]) -> Trained:
-        """Run forward and backward over the micro-batches, take one optimizer step, and publish if requested.
+        """Run forward and backward passes over the micro-batches, take one optimizer step, and publish if requested.
 
-        If publishes overlap training, the new version is published in a thread, and the answer has the result of the
-        previous version's publish, which has ended before the optimizer changes the weights.
+        If publishes overlap training, the new version is published in a thread, and the answer contains the result of
+        the previous version's publish, which ends before the optimizer changes the weights.
         """
         started = unix_time()
         number = f"step {self._worker.version + 1}"
@@ -298,7 +298,7 @@ class TrainerRank:
 
     @torch.no_grad()
     def _with_untrained(self, batch: MicroBatch) -> MicroBatch:
-        """Return the micro-batch with the logprobs of the reference and of the teachers that this rank holds."""
+        """Return the micro-batch with the logprobs of the reference model and of the teachers on this rank."""
         if self._reference is not None:
             batch = replace(batch, reference_logprobs_T=self._reference.forward(batch))
         for index, teacher in enumerate(self._teachers):
@@ -376,7 +376,7 @@ def prepare_step(
 def answer_requests(channel: WorkerChannel, notes: list[str], hosted: Any) -> None:
     """Answer requests until the run ends. Each answer carries ``notes``, which is then cleared.
 
-    ``hosted`` is the store that rank 0 hosts for the others; None on the other ranks.
+    ``hosted`` is the store that rank 0 hosts for the other ranks; on those, it is None.
 
     An error is reported to the run and ends the loop; errors other than `InflightError` are also raised.
     """

@@ -23,7 +23,7 @@ _NAME = re.compile(
 """The files that a run writes for checkpoints, except the pointer."""
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError)
-"""The exceptions that reading a damaged state raises."""
+"""The exceptions that reading a damaged state may raise."""
 
 
 def checkpoint_path(directory: Path, version: int) -> Path:
@@ -91,7 +91,7 @@ def intact_checkpoint(directory: Path, damaged: int | None = None) -> str:
 
 @contextlib.contextmanager
 def offer_intact_checkpoint(directory: Path, checkpoint: Path | None) -> Iterator[None]:
-    """If the body finds that the run's ``checkpoint`` is damaged, name an older intact checkpoint in the error."""
+    """If the body finds that the run's ``checkpoint`` is damaged, name an intact checkpoint in the error."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:
@@ -126,10 +126,10 @@ def _saved_versions(directory: Path) -> list[int]:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Remove incomplete checkpoints that a killed run left after its latest checkpoint.
+    """Remove incomplete checkpoints that a killed run left behind after its latest checkpoint.
 
-    Complete ones, which are left when a user has gone back to an earlier checkpoint, are renamed instead. Files with
-    other names are left alone.
+    Later checkpoints that are complete, which exist if the user has gone back to an earlier one, are renamed instead.
+    Files with other names are left alone.
     """
     latest, _ = latest_checkpoint(directory)
     finished = {version for version in _finished_versions(directory) if _is_readable(directory, version)}

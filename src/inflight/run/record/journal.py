@@ -29,7 +29,7 @@ from inflight.wire import DraftCounts
 _WINDOW = 10
 """The maximum number of steps over which the first and last rewards in the summary are averaged."""
 _SHARE_OF_STEPS = 5
-"""Each of these windows has at most a fifth of the steps, so that the difference shows what was learned."""
+"""Each of the two windows has at most a fifth of the steps, so that their difference shows what was learned."""
 
 
 class _Counts(BaseModel):
@@ -101,7 +101,7 @@ class Journal:
         self._started = unix_time() - self._counts.elapsed_s
         self._rewards_since: list[float] = []
         self._lengths_since: list[int] = []
-        """Lengths of the completions that finished since the last step; ``rewards`` has their rewards."""
+        """Lengths of the completions that finished since the last step; ``_rewards_since`` has their rewards."""
         self._num_running = -1
         self._listeners = listeners
         self._begin_file()

@@ -15,7 +15,7 @@ _PARTING_S = 5.0
 
 
 async def serve_page(directory: Path, logs: Path, note: Callable[[str], None]) -> None:
-    """Serve the page until cancelled, and report its address. If its process ends, the run continues without it."""
+    """Serve the page until cancelled, and report its address. If the page's process ends, the run continues."""
     environment = {
         name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE
     }  # the page has its own token

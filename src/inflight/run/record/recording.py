@@ -56,7 +56,7 @@ class RunRecording:
         self._writing: asyncio.Task[int] | None = None
 
     async def begin(self, version: int) -> None:
-        """Write the manifest of a new run, or update that of a run that is resumed at ``version``."""
+        """Write the manifest of a new run, or update the manifest of a run that is resumed at ``version``."""
         record = self._writer.directory
         if version and (record / MANIFEST).exists():
             before = read_manifest(record)
@@ -126,7 +126,7 @@ def earlier_incarnations(before: RecordManifest, version: int) -> tuple[EarlierI
 
 
 def recorded_step(batch: StepBatch, packing: Packing, by_share: Sequence[Trained]) -> RecordedStep:
-    """Return the recorded form of a step, given the answers to `frames_of` with the same ``packing``."""
+    """Return the recorded form of a step, given the answers to the frames that `frames_of` made with ``packing``."""
     return RecordedStep(
         version=batch.version,
         groups=batch.groups,

@@ -86,8 +86,8 @@ class RunDirectory:
 def starting_point(path: Path, *, resume: bool) -> StartingPoint:
     """Return where a run in this directory would begin, without changing anything.
 
-    Raises `ConfigError` in the same cases as `claim`: if a running process owns the directory, if it is not writable,
-    if it contains a run and ``resume`` is false, or if it contains none and ``resume`` is true.
+    Raises `ConfigError`, as `claim` does, if a running process owns the directory, if the directory is not writable, if
+    it contains a run and ``resume`` is false, or if it contains none and ``resume`` is true.
     """
     if resume and not (path / "config.json").exists():
         raise ConfigError(f"{str(path)!r} holds no run to resume: start a new run without --resume")

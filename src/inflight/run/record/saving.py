@@ -1,4 +1,4 @@
-"""Checkpoints during a run: the ranks' weights and the run's own state become the latest together.
+"""Saves checkpoints during a run: the ranks' weights and the run's own state become the latest checkpoint together.
 
 The ranks save before the next step, or in the background while they keep training.
 """

@@ -114,7 +114,7 @@ class Actor:
     """The run whose versions endpoints may sample from; if None, any run."""
     clock: Callable[[], float] = time.monotonic
     making: tuple[int, float] | None = field(default=None, init=False)
-    """The item that the task is making, and the time at which it began."""
+    """The item that the task is making, and the time at which the task began to make it."""
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     """Set while no endpoint receives work, after the first call of `serve`."""
     _endpoints: dict[str, SamplingEndpoint] = field(default_factory=dict, init=False)
@@ -175,8 +175,8 @@ class Actor:
     async def run(self) -> None:
         """Offer items and send requests until cancelled. Raises `TaskError` if the task or a reward fails.
 
-        Exceptions of ``on_outcome`` propagate. If several calls fail, the later errors are added to the first one as
-        notes.
+        Exceptions raised by ``on_outcome`` propagate. If several calls fail, the later errors are added to the first
+        one as notes.
         """
         failures: Sequence[Exception] = ()
         try:

@@ -113,7 +113,7 @@ def frames_of(
     images: ImageProcessor | None = None,
     returns_logprobs: bool = False,
 ) -> list[bytes]:
-    """Return a request frame for each share of the data; all have the same number of micro-batches.
+    """Return a request frame for each share of the data; all shares have the same number of micro-batches.
 
     ``images`` is the processor of a model that accepts images. With ``returns_logprobs``, the answers contain the
     logprobs for `logprobs_of_samples`.

@@ -30,7 +30,7 @@ def opening_messages(system_prompt: str | None, prompt: str) -> tuple[Message, .
 class Completions(Work):
     """Groups of ``sampling.n`` completions.
 
-    ``tokenizer`` renders prompts, with its chat template if any, and decodes.
+    ``tokenizer`` renders prompts, with its chat template if any, and decodes completions.
     """
 
     task: Task
@@ -123,7 +123,7 @@ class Completions(Work):
 
     async def rewards(self, item: TaskItem, completions: Sequence[Completion]) -> list[float]:
         """Compute rewards outside the event loop, which a slow function would block. Raises `TaskError` if the function
-        hangs.
+        fails or takes too long.
         """
         what = f"the reward of task {self.task.name!r}, item {item.index},"
         if self.pool is not None:

@@ -76,7 +76,7 @@ class Episodes(Work):
     """The sampling parameters of every turn."""
     num_needed: int
     num_extra: int
-    """Number of additional episodes to start; the last ones to finish are abandoned."""
+    """Number of additional episodes to start; episodes that still run when enough have finished are abandoned."""
     max_sequence_tokens: int
     timeout_s: float
     """How long an episode may take."""

@@ -22,7 +22,7 @@ _LOAD_S = 120.0
 
 
 def check_task(config: RunConfig, task: Task | Environment) -> None:
-    """Raise `ConfigError` if options for environments are set for a task, or options for tasks for an environment."""
+    """Raise `ConfigError` if options for environments are set for a task, or the other way round."""
     name = config.task.name
     if isinstance(task, Environment):
         for setting in ("reward_processes", "system_prompt", "prompt_template", "answer_pattern"):
@@ -60,7 +60,7 @@ def check_system_prompt(config: RunConfig, tokenizer: Any) -> None:
 def work_of(
     config: RunConfig, task: Task | Environment, tokenizer: Any, images: ImageProcessor | None, proxy: Proxy
 ) -> Work:
-    """Return the groups of a task or environment, which `check_task` has accepted.
+    """Return the work of a task or environment that `check_task` has accepted.
 
     ``images`` is None if the model accepts no images. ``proxy`` serves the episodes that request a URL.
     """

@@ -167,7 +167,7 @@ class Sampling:
         )
 
     def _waits_for_the_task(self) -> str:
-        """Return a text about the calls of the user's code that have not returned yet."""
+        """Return a text about the calls to the user's code that have not returned yet."""
         num_scoring = sum(group.is_scoring for group in self.dispatcher.open.values())
         making = self.actor.making
         return (f", {num_scoring} of them wait for rewards" if num_scoring else "") + (
@@ -185,7 +185,7 @@ class Sampling:
         return self.batch_of(self._groups, version)
 
     async def phase(self, version: int) -> Sequence[Sequence[Group]]:
-        """Sample only the groups of one phase in conventional mode; return those of each step.
+        """Sample the groups of one phase in conventional mode, and no others; return the groups of each step.
 
         Raises `TrainerError` if they are not ready in time.
         """

@@ -1,6 +1,6 @@
 """Makes and scores items in separate processes: ``python -m inflight.run.sampling.scoring FD HOW TASK ...``.
 
-Code that blocks, or holds the interpreter's lock, would stop the run; a process can be abandoned. Each process
+User code that blocks or holds the interpreter's lock would stall the run, but a process can be killed. Each process
 constructs the task and the same items, and decodes completions. A call consists of its number, the number of an item,
 its level in a curriculum, and the lengths and token ids of its completions as 32-bit integers, or -1 instead of these
 to request the item itself. Answers, and the message that the process is ready, are JSON. A process ends when its
@@ -218,7 +218,7 @@ class _Answering:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self._items: OrderedDict[tuple[int, int], TaskItem] = OrderedDict()
-        """Items that were made but not yet scored, by level and index; a task need not make an item twice."""
+        """Items that were made but not yet scored, by level and index, so that a task need not make them twice."""
 
     def answer_calls(self, stream: BinaryIO, how: How) -> None:
         self._send({"call": _READY})

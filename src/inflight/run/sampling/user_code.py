@@ -1,4 +1,4 @@
-"""Calls of a user's task: results are checked, and any exception becomes a `TaskError`."""
+"""Calls a user's task, checks its results, and converts its exceptions to `TaskError`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def rewards_of(task: Task, item: TaskItem, texts: Sequence[str]) -> list[float]:
 
 
 def call_user(what: str, call: Callable[[], T]) -> T:
-    """Return the result of a user's code. Raises a `TaskError`, which begins with ``what``, for any exception.
+    """Return the result of ``call``, which runs a user's code.
+
+    Raises a `TaskError` that begins with ``what`` for any exception except an `InflightError`, which propagates.
 
     Call this in a separate thread or process, where only the user's code can raise `SystemExit`, `KeyboardInterrupt` or
     `CancelledError`.

@@ -55,7 +55,7 @@ class SamplingWarnings:
         self._count_drop(why)
 
     def item_dropped(self, item: DroppedItem) -> None:
-        """Record an item that was dropped before it was scored; the first one of each reason is shown."""
+        """Record an item that was dropped before it was scored; the first one for each reason is shown."""
         if item.reason not in self._shown_reasons:
             self._shown_reasons.add(item.reason)
             self.note(
@@ -74,7 +74,7 @@ class SamplingWarnings:
             self.note(f"an episode failed ({kind}): {what_happened}. The summary counts all of this kind")
 
     def group_settled(self, group: Group, is_trained: Sequence[bool]) -> None:
-        """Count a settled group for the audit; warn if training prefers some completions."""
+        """Add a settled group to the audit; warn if training prefers some completions."""
         lengths = [rollout.num_sampled_tokens for rollout in group.rollouts]
         self._show_bias(self.audit.settled(lengths, is_trained, [rollout.reward for rollout in group.rollouts]))
 

@@ -1,4 +1,4 @@
-"""Servers that outlive their run for a while, and are reused when it is resumed (``servers.lease_s``).
+"""Servers that outlive their run for a while, and are reused when the run is resumed (``servers.lease_s``).
 
 A server whose run has ended keeps its weights, caches and histories as long as a client with its token calls it within
 the lease. Only processes on this machine can outlive their run.
@@ -121,7 +121,7 @@ def token_of(config: RunConfig, directory: Path) -> str:
 
 
 def load_or_store_token(directory: Path, token: str) -> str:
-    """Return the token that an earlier process of the run stored for its servers; store this one if there is none.
+    """Return the token that an earlier process of the run stored for its servers, or store and return this one.
 
     Only the user can read the file.
     """

@@ -47,7 +47,7 @@ class ListedServers:
         """The HTTP server through which servers join, with ``servers.attach.join``."""
 
     async def open(self, desk: JoinServer) -> str:
-        """Open the HTTP server through which others join, and return its URL. Raises `ConfigError`."""
+        """Open the HTTP server through which servers join, and return its URL. Raises `ConfigError`."""
         self._desk = desk
         return await desk.open()
 
@@ -58,7 +58,7 @@ class ListedServers:
     async def wait_for_the_first(self) -> None:
         """Let the listed servers take part; if there are no other servers, wait for one of them.
 
-        Raises `ConfigError`.
+        Raises `ConfigError` if none can take part in time.
         """
         timeout_s = self._config.run.start_timeout_s
         deadline = time.monotonic() + timeout_s

@@ -25,7 +25,7 @@ _ASK_AGAIN_S = 0.1
 
 @dataclass(eq=False)
 class MemoryTurns:
-    """Asks every server to release or to restore its memory, all of them at once, each within ``timeout_s``."""
+    """Asks every server to release or to restore its memory, all at the same time, each within ``timeout_s``."""
 
     servers: Servers
     timeout_s: float

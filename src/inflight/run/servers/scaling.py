@@ -1,4 +1,4 @@
-"""Scaling the fleet by a rule: the run starts additional servers, which join it like any others."""
+"""Scales the fleet by a rule: the run starts additional servers, which join like any other server."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ class Servers:
             raise no_server_left(self.actor)
 
     async def _move_endpoint(self, before: str, server: ServerProcess) -> None:
-        """Let a restarted server take part at its new address only. Raises `ConfigError`."""
+        """Replace the old address of a restarted server with its new one. Raises `ConfigError`."""
         if server.url in self.membership.taking_part.values():
             return
         endpoint = self.membership.connect(server.url)
