@@ -27,7 +27,7 @@ class Program:
     """A file that the process writes once it is ready."""
     num_cpus: float = 1.0
     num_gpus: int = 0
-    """Number of GPUs that the launcher chooses; 0 if the environment already names them."""
+    """Number of GPUs that the launcher chooses; 0 if the environment already lists them."""
     place: str | None = None
     """Where the process must run, in a form that depends on the launcher; None means anywhere."""
     appends: bool = False

@@ -1,4 +1,4 @@
-"""The processes of a run, in the form in which job schedulers need them."""
+"""The processes of a run, in the form that job schedulers need."""
 
 from __future__ import annotations
 

@@ -164,8 +164,8 @@ def search(
 
 
 def num_completions(costs: Costs, candidate: Candidate, num_steps: int) -> float:
-    """Return the approximate number of completions of a simulation: those in its steps plus those that fill the
-    slots."""
+    """Return the approximate number of completions of a simulation: the completions in its steps plus those that
+    fill the slots."""
     prompted = prompted_of(costs, candidate.group_size)
     groups = [prompted(item, 0) for item in range(32)]
     tokens = statistics.fmean(length + it.num_prompt_tokens for it in groups for length in it.lengths)

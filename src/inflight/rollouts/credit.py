@@ -17,7 +17,7 @@ Credit = Literal["episode", "turn", "return", "critic"]
 """How the advantage of a token is computed:
 
 ``episode``  the reward of its episode, the same for all tokens (GRPO)
-``turn``     the same, plus the reward of its turn, compared with the same turn of the other episodes (MT-GRPO,
+``turn``     as ``episode``, plus the reward of its turn, compared with the same turn of the other episodes (MT-GRPO,
              arXiv 2505.11821, with both terms at weight 1)
 ``return``   the discounted sum of the rewards from its turn on; the episode's reward counts towards the last
              turn, and sums are compared at the same turn of the episodes

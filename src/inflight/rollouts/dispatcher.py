@@ -103,7 +103,7 @@ class Dispatcher:
         return self._outbox.has_news
 
     def take_commands(self) -> list[Command]:
-        """Return what the driver has to carry out, in order."""
+        """Return the commands that the driver must carry out, in order."""
         commands, self._outbox.commands = self._outbox.commands, []
         return commands
 

@@ -117,7 +117,7 @@ class DroppedItem:
 
     item: int
     reason: str
-    """What the ledger counts the item as: ``unusable``, ``failed``, ``failed episodes`` or ``stale``."""
+    """The reason under which the ledger counts the item: ``unusable``, ``failed``, ``failed episodes`` or ``stale``."""
     what_happened: str
     lengths: tuple[int, ...] = ()
     """Number of tokens of each of its completions; empty unless known for all of them."""

@@ -114,7 +114,7 @@ class EndpointPool:
         self.forget_if_idle(slots, now)
 
     def hold(self, request: SendRequest, slots: EndpointSlots, now: float) -> None:
-        """Mark the slots of a request as used, and have it sent."""
+        """Mark the slots of a request as used, and command the driver to send it."""
         slots.requests[request.request_id] = request
         slots.num_held += len(request.numbers)
         self._note(slots, now)

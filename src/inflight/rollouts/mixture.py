@@ -31,7 +31,8 @@ class MixedTask(TaskSettings):
 class Mixture(Task):
     """Tasks by name, each with its share of the items. The metadata of an item contains the name of its task.
 
-    Item i of the mixture is item i of one task, which is chosen at random from ``seed`` and i alone.
+    Item i of the mixture is item i of one task, which is chosen at random, depending only on
+    ``seed`` and i.
     """
 
     def __init__(self, tasks: Mapping[str, Task], shares: Sequence[float], seed: int) -> None:

@@ -1,4 +1,4 @@
-"""How devices are divided between generation and training (StreamRL, arXiv 2504.15930, algorithm 1).
+"""Divides devices between generation and training (StreamRL, arXiv 2504.15930, algorithm 1).
 
 The times are measured or modelled by the caller.
 """
@@ -25,7 +25,7 @@ def best_split(
 ) -> Split:
     """Return the split of at most ``num_devices`` devices that minimizes the time of the slower stage.
 
-    Of equally fast splits, it is the one with the fewest devices.
+    Of equally fast splits, the one with the fewest devices is returned.
 
     ``generation_s`` and ``training_s`` return the seconds that a stage takes for one step on a number of devices.
     ``unit`` is the number of devices that one replica needs. Raises `InvalidRequestError` if there are too few devices

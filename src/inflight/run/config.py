@@ -66,7 +66,7 @@ class RunSection(Section):
     checkpoint_every_steps: int = Field(default=50, ge=1)
     """Save a checkpoint each time this many steps have been trained."""
     checkpoint_every_s: float = Field(default=60.0, gt=0)
-    """Also save a checkpoint after a step once this many seconds, and 20 times the duration of the last save, have
+    """Also save a checkpoint after a step if both this many seconds and 20 times the duration of the last save have
     passed since that save.
     """
     keep_checkpoints: int = Field(default=2, ge=1)
@@ -114,10 +114,9 @@ class TaskSection(TaskSettings):
     reward_timeout_s: float = Field(default=60.0, gt=0)
     """How long the task may take to make an item, or to compute the rewards of one group."""
     reward_processes: int | None = Field(default=None, ge=0)
-    """Number of processes that make the items of a task and compute its rewards; each computes those of one group at a
-    time. If not set, one process computes the rewards of several groups at once, each in a thread. With 0, threads of
-    the run's own process do this work; they slow the run down if rewards are computed in Python, and block it if they
-    hold the interpreter's lock.
+    """Number of processes that make the items of a task and compute its rewards; each scores one group at a time. If not
+    set, one process scores several groups at once, each in a thread. With 0, threads of the run's own process do this
+    work; they slow the run down if rewards are computed in Python, and block it if they hold the interpreter's lock.
     """
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """How long an episode of an environment may take."""
@@ -171,8 +170,8 @@ class TrainSection(OptimizerSettings):
     devices: tuple[NonNegativeInt, ...] | None = None
     """The index of each rank's GPU. If not set, ranks use any free GPUs."""
     place: str | None = None
-    """Where the ranks run, in the terms of the launcher (see ``servers.place``). If not set, they run anywhere, close
-    together if possible.
+    """Where the ranks run, in the form that the launcher expects (see ``servers.place``). If not set, they run
+    anywhere, close together if possible.
     """
     threads: int = Field(default=1, ge=1)
     """Number of threads of each rank. The default is 1. If the model has 10 million parameters or more, however, ranks
@@ -189,8 +188,8 @@ class TrainSection(OptimizerSettings):
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """The maximum number of tokens that a rank computes at a time. It limits the memory of a step, not its result."""
     router_replay: bool = False
-    """For mixtures of experts: compute each token with the experts that were used to sample it, instead of those that
-    the trainer's routers choose. The servers and the trainer must support it.
+    """For mixtures of experts: compute each token with the experts that were used to sample it, instead of the
+    experts that the trainer's routers choose. The servers and the trainer must support it.
     """
     train_on_equal_rewards: bool = False
     """Also train on groups whose rewards are all equal. Their advantages are 0, so by default the run only counts

@@ -38,8 +38,8 @@ class ServerGroupSection(Section):
     compile: bool = False
     """Compile the decode step and, on a GPU, capture CUDA graphs. The engine must support this option."""
     place: str | None = None
-    """Where these servers run, in the terms of the launcher. With ``ray``, this is the address of a host or the name of
-    a custom resource of hosts. If not set, they run anywhere.
+    """Where these servers run, in the form that the launcher expects. With ``ray``, this is the address of a host or the
+    name of a custom resource of hosts. If not set, they run anywhere.
     """
 
     @property
@@ -127,7 +127,7 @@ class ServersSection(ServerGroupSection):
     """The fleet: ``count`` servers of one kind or a mixed ``fleet`` that the run starts, or servers to attach to."""
 
     fleet: tuple[ServerGroupSection, ...] = ()
-    """The kinds of servers of a mixed fleet, as tables. They replace ``engine``, ``count`` and the other settings of a
+    """The kinds of servers in a mixed fleet, as tables. They replace ``engine``, ``count`` and the other settings of a
     single kind."""
     attach: AttachSection = AttachSection()
     scaling: ScalingSection | None = None

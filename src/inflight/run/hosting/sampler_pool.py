@@ -32,7 +32,7 @@ class _Sampler:
     weights: Weights | None = field(default_factory=BaseWeights)
     """The weights that the server serves; None while it switches, and after a failed switch."""
     base_is: Weights | None = field(default_factory=BaseWeights)
-    """The full weights to which the server adds a LoRA; None while others are being sent or after a failed send."""
+    """The full weights to which the server adds a LoRA; None during a send and after a failed send."""
     last_publisher: object = None
     num_readers: int = 0
     is_switching: bool = False
@@ -85,7 +85,7 @@ class SamplerPool:
             self._changed.notify_all()
 
     async def publish(self, model_id: str, training: HostedTraining) -> int:
-        """Send the weights of a model in training to the servers that serve it, or to one that switches to it.
+        """Send the weights of a model in training to the servers that serve it, or to a server that switches to it.
 
         Completions that are running there continue. Returns the version.
         """
@@ -217,7 +217,7 @@ class SamplerPool:
         sampler.base_is = weights
 
     def _connect(self, url: str) -> WeightPublisher:
-        """Return a publisher of stored weights to one server. Ranks publish from hosts of their own."""
+        """Return a publisher of stored weights to one server. Unlike a rank, it publishes from this host."""
         updates = self._updates
         server, address = httpx.URL(url), updates.address
         if "address" not in updates.model_fields_set:

@@ -345,7 +345,7 @@ async def _failures(asking: Sequence[asyncio.Future[T]]) -> list[_RankError]:
 
 
 def _with_rank_name(cause: _RankError, failures: Sequence[_RankError], num_ranks: int) -> InflightError:
-    """Return a rank's error, with the rank's name added unless all ranks report the same error or it has one."""
+    """Return a rank's error, with the rank's name added unless all ranks report the same error or it names a rank."""
     text, name = str(cause.error), cause.rank.name
     all_say_so = len(failures) == num_ranks and len({str(failure.error) for failure in failures}) == 1
     if all_say_so or name in text or text.startswith("rank "):

@@ -195,7 +195,7 @@ class PublishResult(Message):
         return self.model_dump(include=set(events.WeightsPublished.model_fields))
 
     def metrics(self) -> dict[str, Any]:
-        """Return this publish's fields in a row of metrics."""
+        """Return the fields that this publish contributes to a row of metrics."""
         gb_per_s = self.sent_bytes / 1e9 / self.wire_s if self.wire_s > 0 else None
         return {**self.event_fields(), "gb_per_s": gb_per_s}
 

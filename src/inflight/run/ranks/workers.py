@@ -35,7 +35,7 @@ def teacher_settings(config: RunConfig) -> list[dict[str, Any] | None]:
 
 
 def training_load(config: RunConfig) -> TrainingLoad:
-    """Return the objective that each rank computes. Raises `ConfigError` if its loss is unknown."""
+    """Return the load that the run puts on each rank. Raises `ConfigError` if the loss is unknown."""
     return TrainingLoad(
         num_ranks=config.train.num_ranks,
         tokens_per_micro_batch=config.train.max_tokens_per_micro_batch,

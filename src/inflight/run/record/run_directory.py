@@ -111,7 +111,7 @@ def _last_checkpoint(path: Path, *, resume: bool) -> StartingPoint:
 
 
 def claim(path: Path, config_json: str, *, resume: bool, note: Callable[[str], None]) -> RunDirectory:
-    """Take ownership of a run directory: a new one or, with ``resume``, that of an ended run.
+    """Take ownership of a run directory: a new one or, with ``resume``, the directory of an ended run.
 
     A run that ended before its first checkpoint starts over, with or without ``resume``. Remaining processes of a
     killed run are killed if they do not end in time. Raises `ConfigError` if another process owns the directory, if it

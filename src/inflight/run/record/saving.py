@@ -72,7 +72,7 @@ class Saving:
                 self.on_saved(version)
 
     async def _save(self, version: int) -> None:
-        """Write a checkpoint, or start writing it. Its ledger lists untrained work, which is issued again on resume."""
+        """Write a checkpoint, or start writing it. Untrained work in its ledger is issued again on resume."""
         if self.recording is not None:
             await self.recording.written()
         began_s = time.monotonic()

@@ -116,7 +116,7 @@ class Actor:
     making: tuple[int, float] | None = field(default=None, init=False)
     """The item that the task is making, and the time at which the task began to make it."""
     unserved: asyncio.Event = field(default_factory=asyncio.Event, init=False)
-    """Set while no endpoint receives work, after the first call of `serve`."""
+    """Set while no endpoint receives work, after the first call to `serve`."""
     _endpoints: dict[str, SamplingEndpoint] = field(default_factory=dict, init=False)
     _requests: dict[str, _LiveRequest] = field(default_factory=dict, init=False)
     _tasks: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup, init=False)

@@ -38,7 +38,7 @@ class _RunningEpisode:
     """Receives the error of the current endpoint if the endpoint fails."""
 
     async def at(self, endpoint: SamplingEndpoint) -> PlayedEpisode:
-        """Continue on an endpoint, and return the episode once it is over. Exceptions of the endpoint propagate."""
+        """Continue on an endpoint, and return the episode once it is over. The endpoint's exceptions propagate."""
         self.failed = asyncio.get_running_loop().create_future()
         self.moving.go_to(await _turn_sampler(endpoint))
         try:

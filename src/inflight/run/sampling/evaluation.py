@@ -48,8 +48,8 @@ class SampledItem:
 async def sample_item(work: Completions, endpoint: InferenceEndpoint, index: int) -> SampledItem:
     """Return ``work.sampling.n`` scored completions of an item.
 
-    Raises `TaskError` if the task or its reward fails, or if the item cannot be used, and the errors of
-    `InferenceEndpoint.generate`.
+    Raises `TaskError` if the task or its reward fails, or if the item cannot be used. Errors raised by
+    `InferenceEndpoint.generate` propagate.
     """
     item = await work.item(index)
     try:

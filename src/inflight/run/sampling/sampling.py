@@ -128,7 +128,7 @@ class Sampling:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state` returned; the ledger, however, is passed to the constructor.
 
-        Raises `CheckpointError`. If the scheduler or the staleness policy has changed, it starts from scratch.
+        Raises `CheckpointError`. A scheduler or staleness policy that differs from the saved one starts from scratch.
         """
         self.warnings.num_failed_episodes.update(state.get("failed_episodes", {}))
         self.num_rewritten = state.get("num_rewritten", 0)

@@ -149,7 +149,7 @@ class SamplingEndpoint:
 
     @contextlib.asynccontextmanager
     async def _translate_errors(self) -> AsyncIterator[None]:
-        """Convert exceptions of the body to the errors of `sample`."""
+        """Convert exceptions raised in the body to the errors that `sample` raises."""
         try:
             yield
         except InvalidRequestError as error:

@@ -243,7 +243,7 @@ class _Answering:
         return None
 
     def _answer(self, number: int, level: int, index: int, completions: Sequence[Sequence[int]] | None) -> None:
-        """Answer one call. An exception of the task is sent as the answer."""
+        """Answer one call. An exception raised by the task is sent as the answer."""
         answer: dict[str, Any] = {"call": number}
         try:
             if completions is None:

@@ -30,7 +30,7 @@ class FleetMembership:
     run_id: str | None = None
     """The run's name for servers, known once the servers are started."""
     taking_part: dict[InferenceEndpoint, str] = field(default_factory=dict)
-    """URLs by endpoint, including those that are leaving."""
+    """URLs by endpoint, including endpoints that are leaving."""
     departed: list[InferenceEndpoint] = field(default_factory=list)
     """Endpoints that have left; their connections are closed at the end."""
     has_new_servers: bool = False

@@ -1,4 +1,4 @@
-"""The servers of a run: those that it starts, attaches to or reads from a file, and those that join by themselves.
+"""The servers of a run, whether the run starts them, attaches to them, reads them from a file, or lets them join.
 
 This module starts, watches and restarts the run's own servers, and selects the servers of the next publish.
 """
