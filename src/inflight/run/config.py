@@ -114,9 +114,10 @@ class TaskSection(TaskSettings):
     reward_timeout_s: float = Field(default=60.0, gt=0)
     """How long the task may take to make an item, or to compute the rewards of one group."""
     reward_processes: int | None = Field(default=None, ge=0)
-    """Number of processes that make the items of a task and compute its rewards; each scores one group at a time. If not
-    set, one process scores several groups at once, each in a thread. With 0, threads of the run's own process do this
-    work; they slow the run down if rewards are computed in Python, and block it if they hold the interpreter's lock.
+    """Number of processes that make the items of a task and compute its rewards; each scores one group at a time. If
+    not set, one process scores several groups at once, each in a thread. With 0, threads of the run's own process do
+    this work; they slow the run down if rewards are computed in Python, and block it if they hold the interpreter's
+    lock.
     """
     episode_timeout_s: float = Field(default=600.0, gt=0)
     """How long an episode of an environment may take."""

@@ -38,8 +38,8 @@ class ServerGroupSection(Section):
     compile: bool = False
     """Compile the decode step and, on a GPU, capture CUDA graphs. The engine must support this option."""
     place: str | None = None
-    """Where these servers run, in the form that the launcher expects. With ``ray``, this is the address of a host or the
-    name of a custom resource of hosts. If not set, they run anywhere.
+    """Where these servers run, in the form that the launcher expects. With ``ray``, this is the address of a host or
+    the name of a custom resource of hosts. If not set, they run anywhere.
     """
 
     @property

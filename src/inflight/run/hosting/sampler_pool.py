@@ -32,7 +32,7 @@ class _Sampler:
     weights: Weights | None = field(default_factory=BaseWeights)
     """The weights that the server serves; None while it switches, and after a failed switch."""
     base_is: Weights | None = field(default_factory=BaseWeights)
-    """The full weights to which the server adds a LoRA; None during a send and after a failed send."""
+    """The full weights to which the server adds a LoRA; None while stored weights are sent, and if that failed."""
     last_publisher: object = None
     num_readers: int = 0
     is_switching: bool = False
