@@ -32,7 +32,7 @@ class _Sampler:
     weights: Weights | None = field(default_factory=BaseWeights)
     """The weights that the server serves; None while it switches, and after a failed switch."""
     base_is: Weights | None = field(default_factory=BaseWeights)
-    """The full weights to which the server adds a LoRA; None while stored weights are sent, and if that failed."""
+    """The full weights to which the server adds a LoRA; None while others are sent, and if that failed."""
     last_publisher: object = None
     num_readers: int = 0
     is_switching: bool = False
@@ -181,7 +181,9 @@ class SamplerPool:
             training = self._trainings(weights.model_id)
             if training is None:
                 raise UnsupportedError(f"model {weights.model_id!r} is no longer in training: sample from a checkpoint")
-            if training.is_lora and sampler.base_is != BaseWeights():
+            if not training.is_lora:
+                sampler.base_is = None  # a send that fails may have replaced them
+            elif sampler.base_is != BaseWeights():
                 await self._send_stored(sampler, self._model_dir, BaseWeights())
             async with training.sending:
                 self._version += 1
