@@ -9,7 +9,7 @@ from inflight.errors import ConfigError
 
 
 def has_gpu(device: str | None) -> bool:
-    """Return whether an engine started for ``device`` uses a GPU; if it is None, whether this machine has one."""
+    """Return whether an engine started with ``device`` uses a GPU; with None, whether this machine has a GPU."""
     return device.startswith("cuda") if device is not None else Path("/dev/nvidiactl").exists()
 
 
@@ -20,7 +20,7 @@ def integer_in(arguments: Sequence[str], *flags: str) -> int | None:
 
 
 def number_in(arguments: Sequence[str], *flags: str) -> float | None:
-    """Return the number that an engine's arguments set for a flag with the names ``flags``; None if they set none.
+    """Return the value of a flag, which has the names ``flags``, in an engine's arguments; None if the flag is not set.
 
     Accepts ``--flag N``, ``--flag=N`` and underscores in place of dashes; the last occurrence counts. Raises
     `ConfigError` if the value is not a number.

@@ -1,4 +1,4 @@
-"""The base class of endpoints over an engine's own server: attaching, the version label, aborts and chat."""
+"""The base class of endpoints that call an engine's own server: attaching, the version label, aborts and chat."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 class AttachedEndpoint(ABC):
-    """One engine's server, called over ``routes``. ``label_path`` is the route that returns its weights' label.
+    """One engine's server, called through ``routes``, of which ``label_path`` returns the label of the weights.
 
     A subclass lists `ReceivingEndpoint`, `AbortingEndpoint` and `ReleasingEndpoint` as base classes after this one.
 
-    An instance belongs to the event loop in which it is first used. Its state is that of the server, so another
-    instance may publish, and a replaced server is detected. Closing waits up to ``close_s`` seconds for calls in
-    progress.
+    An instance belongs to the event loop in which it is first used. Its state is read from the server, so other
+    instances may publish to the same server, and a replaced server is detected. Closing waits up to ``close_s`` seconds
+    for calls in progress.
     """
 
     _release_arguments: Sequence[str]
@@ -100,7 +100,8 @@ class AttachedEndpoint(ABC):
     async def _refresh_label(self, timeout_s: float | None = None) -> str:
         """Return the server's label for its weights.
 
-        Also adopt it, unless the weights may have changed since the request.
+        Also adopt the state that the label describes, unless this instance may have changed the weights since the
+        request.
         """
         session, num_changes = self._updates.session, self._updates.session.num_changes
         label = str((await self._routes.get(self._label_path, timeout_s))["weight_version"])
@@ -145,7 +146,7 @@ class AttachedEndpoint(ABC):
 
     @abstractmethod
     def _check_sampling(self, sampling: SamplingParams, can: Capabilities) -> None:
-        """Raise `UnsupportedError` if the server does not sample in this way, whatever the prompt."""
+        """Raise `UnsupportedError` if the server does not support these sampling parameters, whatever the prompt."""
 
     @abstractmethod
     async def weight_version(self) -> WeightVersion: ...
@@ -167,7 +168,7 @@ class AttachedEndpoint(ABC):
 
     @abstractmethod
     async def _stream(self, request: GenerateRequest, stream: TokenStream) -> Sequence[object]:
-        """Add what the server samples to ``stream``. Return what `RequestGate.sample` returns."""
+        """Add the tokens that the server samples to ``stream``. Return the result of `RequestGate.sample`."""
 
     async def abort_requests(self, requests: AbortRequests) -> None:
         """End requests of this instance only, because ids are unique only among one caller's requests."""

@@ -1,4 +1,4 @@
-"""Calls to an engine that continue when their callers are cancelled."""
+"""Calls to an engine that continue even if their callers are cancelled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class AttachOnce(Generic[T]):
         return await asyncio.shield(self._task)
 
     async def aclose(self) -> None:
-        """End ``attach``, if it is running."""
+        """Cancel ``attach``, if it is running."""
         if self._task is not None:
             await cancel_and_wait(self._task)
 

@@ -19,7 +19,7 @@ from inflight.errors import ConfigError
 
 
 def keyword_arguments(pairs: Sequence[str], flag: str) -> dict[str, Any]:
-    """Return ``KEY=VALUE`` pairs as a dict; a VALUE is JSON if valid, else a string. Raises `ConfigError`."""
+    """Return ``KEY=VALUE`` pairs as a dict. A VALUE that is not valid JSON is a string. Raises `ConfigError`."""
     options: dict[str, Any] = {}
     for pair in pairs:
         key, has_value, text = pair.partition("=")
@@ -33,10 +33,10 @@ def keyword_arguments(pairs: Sequence[str], flag: str) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def open_endpoint(factory: str, model: Path, options: Mapping[str, Any]) -> AsyncIterator[InferenceEndpoint]:
-    """Yield the endpoint that ``module:function`` creates. On exit, exit its context manager, if there is one.
+    """Yield the endpoint that ``module:function`` creates. On exit, leave the factory's context manager, if any.
 
-    The caller closes the endpoint with ``aclose`` before that. Raises `ConfigError` if the factory cannot be imported,
-    does not accept the options, or returns something else. Errors of the factory propagate.
+    The caller closes the endpoint with ``aclose`` before the exit. Raises `ConfigError` if the factory cannot be
+    imported, does not accept the options, or returns something else. Errors raised by the factory propagate.
     """
     make = resolve(factory)
     with contextlib.suppress(ValueError):  # some functions have no signature
@@ -59,7 +59,7 @@ async def open_endpoint(factory: str, model: Path, options: Mapping[str, Any]) -
 
 
 def _value(text: str) -> Any:
-    """Return the value of a text if it is JSON, or else the text itself."""
+    """Return the value of a JSON text, or the text itself if it is not JSON."""
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)  # Python also reads NaN and 1e999, which are not JSON: they stay text

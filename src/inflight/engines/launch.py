@@ -1,6 +1,6 @@
 """Runs an engine's own server as a child process: starts it, waits for it, and stops it and its descendants.
 
-The server listens on loopback only. Its output goes to a file, which errors quote.
+The server listens on loopback only. Its output goes to a file, which error messages quote.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _WATCH_S = 0.1
 _ASK_S = 0.5
 """Seconds between two health checks of a running engine, and the time limit of each."""
 _PATIENCE_S = 10.0
-"""How long, in seconds, an engine may take to end before it is killed. If a part of it has died, it has half a
+"""How long, in seconds, an engine may take to end before it is killed. If part of it has died, the rest has half a
 second.
 """
 _ASSIGNED_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _NUM_PORTS = 12_000
-"""Number of ports below that range among which an engine's is chosen."""
+"""Number of ports below the range of assigned ports from which an engine's port is chosen."""
 _NUM_TRIED = 16
 _QUOTED_LINES = 20
 _QUOTED_WIDTH = 300
@@ -86,7 +86,8 @@ class EngineProcess:
     async def wait_until_healthy(self, timeout_s: float, on_wait: Callable[[float], None] | None = None) -> None:
         """Return once the engine can generate. Calls ``on_wait`` every few seconds with the seconds that have passed.
 
-        Raises `EndpointError` with the engine's last lines if it ends, or takes longer than ``timeout_s``.
+        Raises `EndpointError` with the last lines of the engine's output if it ends, or takes longer than
+        ``timeout_s``.
         """
         started = reported = time.monotonic()
         async with contextlib.aclosing(BoundedClient(self.url)) as client:
@@ -106,7 +107,7 @@ class EngineProcess:
                 await asyncio.sleep(_POLL_S)
 
     async def watch(self) -> NoReturn:
-        """Wait until the engine or a part of it dies, and raise `EndpointError` with its last lines.
+        """Wait until the engine or a part of it dies, and raise `EndpointError` with its last lines of output.
 
         This watches the processes that are running when it is called, and the health that the engine's server reports.
         Once a part has died, the rest of the engine is ended immediately.
@@ -178,8 +179,8 @@ def started(
 ) -> Iterator[EngineProcess]:
     """Yield an engine's healthy server, and stop it on exit. Blocks, so it does not belong in an event loop.
 
-    Raises `EndpointError` with the engine's last lines if it ends, or is not healthy after ``timeout_s``. The other
-    arguments are those of `start_engine`.
+    Raises `EndpointError` with the last lines of the engine's output if it ends, or is not healthy after ``timeout_s``.
+    The other arguments are those of `start_engine`.
     """
     with start_engine(kind, options, python=python, port=port) as engine:
         asyncio.run(engine.wait_until_healthy(timeout_s))
@@ -225,7 +226,7 @@ def start_engine(
 
 
 def _lasting_ports() -> list[int]:
-    """Return a few ports that the system does not assign by itself; none if the system does not report its range.
+    """Return a few ports that the system does not assign by itself; none if the range that it assigns is unknown.
 
     An engine binds its port up to a minute after it was started. Until then, an outgoing connection of any process
     could take a port that the system assigns.

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _TITLE = "::"
-"""The titles of vLLM's and SGLang's vital processes contain this, at any depth of the tree: ``VLLM::Worker_TP1``."""
+"""The titles of vLLM's and SGLang's vital processes contain this at any depth of the tree, as in ``VLLM::Worker_TP1``.
+"""
 
 
 @dataclass(frozen=True, slots=True)

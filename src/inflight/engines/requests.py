@@ -132,9 +132,9 @@ class RequestGate:
 
         An item is None if its completion was aborted before any token was sampled for it. ``label`` asks the engine for
         the label of its weights, and raises an error if they cannot be sampled from. ``send`` receives the completions
-        by their index and samples them. ``labelled`` returns the argument of `began_under_another`. ``resumed`` returns
-        once an engine that has answered `Unsampled` samples again; it is None if the engine never gives that answer.
-        Raises `InvalidRequestError` for the id of a running request.
+        by their index and samples them. ``labelled`` returns the labels of an item's tokens in the format that
+        `began_under_another` accepts. ``resumed`` returns once an engine that has answered `Unsampled` samples again;
+        it is None if the engine never gives that answer. Raises `InvalidRequestError` for the id of a running request.
         """
         items: list[Item | None] = [None] * request.sampling.n
         with self._register(request.request_id) as running:
@@ -174,7 +174,8 @@ class RequestGate:
 
         The engine samples one token after the scored ones. If this token's label equals the label before the request,
         the weights did not change in between. The parameters are those of `sample`. Raises `BusyError` if the weights
-        change every time, and `InvalidRequestError` for the id of a running request, or if it was aborted.
+        change during every attempt, and `InvalidRequestError` if the id belongs to a running request or if this request
+        is aborted.
         """
         with self._register(request_id) as running:
             num_scorings = 0
@@ -214,10 +215,8 @@ class RequestGate:
     async def abort(self, request_ids: Iterable[str], end: Callable[[Sequence[str]], Awaitable[None]]) -> None:
         """End requests, and return once they have ended.
 
-        ``end`` asks the engine to end the completions with these names.
-
-        This is repeated until the engine has answered, because an engine ignores the names of completions that have not
-        arrived yet.
+        ``end`` asks the engine to end the completions whose names it receives. It is called repeatedly until all of the
+        requests have ended, because an engine ignores the names of completions that have not arrived yet.
         """
         aborted = [running for i in request_ids if (running := self._running.get(i)) is not None]
         for running in aborted:

@@ -91,9 +91,10 @@ class EngineRoutes:
         timeout_s: float | None = None,
         refusal_of: Callable[[str, int, Any], Exception] | None = None,
     ) -> AsyncGenerator[Any, None]:
-        """Yield the decoded server-sent events of the answer to a user's POST.
+        """Yield the decoded server-sent events with which the server answers a user's POST.
 
-        A status other than 200, or an event with an error, raises what ``refusal_of`` returns for it.
+        Raises the error that ``refusal_of`` returns for a status other than 200, or for an event that contains an
+        error.
         """
         refusal_of = refusal_of or self.refusal_of
         events = self._http.events(
@@ -131,7 +132,7 @@ class EngineRoutes:
         return UnauthorizedError(f"{text}Pass the key of the server's --api-key", self.url)
 
     async def fetch_paths(self) -> Mapping[str, Any]:
-        """Return the server's routes by path. Raises `ConfigError` if it is an inflight server."""
+        """Return the server's routes by path. Raises `ConfigError` for an inflight server."""
         paths = (await self.get("/openapi.json")).get("paths")
         if not isinstance(paths, dict):
             raise ProtocolError(

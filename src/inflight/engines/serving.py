@@ -40,8 +40,8 @@ def run_server(spec: ServerSpec, host: str, token: str, *, note: Note, on_ready:
     """Serve ``spec`` on ``host`` until SIGINT, SIGTERM or another reason to stop, then end the engine as well.
 
     ``on_ready`` receives the line with the server's address, and ``note`` all other lines. Raises `ConfigError` if the
-    server cannot be started, and `EndpointError` with the engine's last lines if the engine ends by itself or is not
-    healthy in time. Call it from the main thread.
+    server cannot be started, and `EndpointError` with the last lines of the engine's output if the engine ends by
+    itself or is not healthy in time. Call it from the main thread.
     """
     kind = None if ":" in spec.engine else load_engine_kind(spec.engine)
     _check(spec, kind)
@@ -150,8 +150,8 @@ async def until_described(
     """Return once the engine is healthy and has reported its capabilities.
 
     On a busy machine, an engine may become healthy long before it answers, so calls without an answer are repeated
-    until ``timeout_s``. Raises the errors of `EngineProcess.wait_until_healthy`, and those of ``capabilities()``, for
-    example for an engine with unsuitable settings.
+    until ``timeout_s`` has passed. Raises the errors of `EngineProcess.wait_until_healthy`, and those of
+    ``capabilities()``, for example for an engine with unsuitable settings.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -217,7 +217,7 @@ def _join_settings(spec: ServerSpec, note: Note) -> JoinSettings | None:
 
 
 def _follower(spec: ServerSpec, note: Note) -> Callable[[InferenceEndpoint], Awaitable[None]] | None:
-    """Return a function that loads new versions from a store into an endpoint; None if the spec names no store."""
+    """Return a function that loads new versions from a store into an endpoint; None if the spec has no store."""
     following = spec.following
     if following.follow is None:
         if following.follow_run is not None or following.follow_token_file is not None:
@@ -234,7 +234,7 @@ def _follower(spec: ServerSpec, note: Note) -> Callable[[InferenceEndpoint], Awa
 
 @contextlib.contextmanager
 def _exiting_on(*numbers: int) -> Iterator[None]:
-    """Exit on these signals, so that unwinding stops the engine; afterwards, the previous handlers are in place."""
+    """Exit on these signals, so that unwinding stops the engine; afterwards, the previous handlers are restored."""
 
     def leave(number: int, _: object) -> None:
         sys.exit(128 + number)

@@ -43,7 +43,7 @@ class TokenStream:
         self._was_changed = asyncio.Event()
 
     def num_tokens(self, index: int) -> int:
-        """Return how many tokens of a completion were added."""
+        """Return how many tokens of a completion have been added."""
         return self._num_tokens[index]
 
     def add(
@@ -54,7 +54,7 @@ class TokenStream:
         labelled: Iterable[Mapping[str, Any]] | None,
         finish_reason: FinishReason | None,
     ) -> None:
-        """Add tokens of a completion. ``labelled`` labels all of its tokens so far, see `spans_of`."""
+        """Add tokens of a completion. ``labelled`` contains the labels of all of its tokens so far; see `spans_of`."""
         begin, end = self._num_tokens[index], self._num_tokens[index] + len(token_ids)
         self._num_tokens[index] = end
         spans: Sequence[VersionSpan] = spans_of(labelled, end)
@@ -72,7 +72,7 @@ class TokenStream:
         self._was_changed.set()
 
     async def read(self, sample: Callable[[], Coroutine[Any, Any, None]]) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield the chunks that ``sample`` adds. Raises its exception, and ends it when the iterator is closed."""
+        """Yield the chunks that ``sample`` adds. Its exceptions propagate, and closing the iterator cancels it."""
         task = start(sample())
         task.add_done_callback(lambda _: self._was_changed.set())
         try:

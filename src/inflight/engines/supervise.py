@@ -1,12 +1,13 @@
-"""Runs one command, and ends all of its processes when its own standard input ends.
+"""Runs one command, and ends all of the command's processes when this process's standard input is closed.
 
     python -I supervise.py PATIENCE_S COMMAND...
 
-On SIGQUIT, or when the command itself ends, the remaining processes have half a second instead of PATIENCE_S.
+PATIENCE_S is how long, in seconds, the processes may take to exit. On SIGQUIT, or when the command itself ends, the
+remaining processes have half a second to exit.
 
 An engine starts processes of its own, and an owner that is killed cannot end them. This process runs between the owner
-and the engine, and does nothing else: its input ends no matter how its owner ends. On Linux, it adopts descendants
-whose parent ended, so it loses track of none; if this process itself is killed, the command dies with it. Killed
+and the engine, and does nothing else: its input is closed no matter how its owner ends. On Linux, it adopts descendants
+whose parents have ended, so it loses track of none; if this process itself is killed, the command dies with it. Killed
 processes leave semaphores and shared memory behind. This process therefore records which of these appear in the memory
 maps of running processes, and removes them by name. vLLM leaves sockets and files in the temporary directory, however
 it ends; the command therefore gets a temporary directory of its own, which is removed at the end. This module is run as
@@ -38,8 +39,8 @@ _SHARED = re.compile(r"(?:sem\.mp-|psm_|sglang_loads_)[^/\s]+")
 """Names of semaphores and shared memory of Python's multiprocessing and of SGLang in `_MEMORY`."""
 _MEMORY = "/dev/shm"
 _MAPPED = re.compile(rf" (\d+) +{_MEMORY}/", re.MULTILINE)
-"""The inode number of a file in `_MEMORY`, in a process's memory maps. Its name there does not identify it: the process
-that created a semaphore maps it by a temporary name, which has been removed.
+"""The inode number of a file in `_MEMORY`, in a process's memory maps. The name there does not identify the file: the
+process that created a semaphore maps it under a temporary name that has been removed.
 """
 
 
@@ -91,7 +92,7 @@ def _run(patience_s: float, command: Sequence[str], temporary: str | None, asked
 
 
 def _private_temporary_directory() -> str | None:
-    """Create a directory in the user's temporary one, and return its path; None if that fails or it is too long."""
+    """Create a directory for temporary files, and return its path; None if that fails or the path is too long."""
     path = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"engine-{os.getpid()}-{time.time_ns() % 1000}")
     if len(os.fsencode(path)) > _MAX_DIRECTORY_BYTES:
         return None

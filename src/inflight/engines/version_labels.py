@@ -5,8 +5,8 @@ engine started from. ``torn:8/SESSION@RUN`` means that an update to version 8 fa
 ``released:`` means that the engine's memory is released.
 
 The engine stores the label, so a client that attaches later, or after the engine was replaced, can read which weights
-it serves. No two updates of one engine have the same label, so the label can be the key of the prefix cache; see
-`began_under_another`.
+the engine serves. No two updates of one engine have the same label, so the label can be the key of the prefix cache;
+see `began_under_another`.
 """
 
 from __future__ import annotations

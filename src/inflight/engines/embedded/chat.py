@@ -1,4 +1,4 @@
-"""Chat with a tokenizer in this process, whose template renders messages and which decodes completions."""
+"""Chat with a tokenizer in this process: its template renders messages, and it decodes completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ChatFormat:
     def render(self, request: ChatCompletionRequest) -> GenerateRequest:
         """Return the request with the messages as token ids.
 
-        Raises `InvalidRequestError` if the template refuses them.
+        Raises `InvalidRequestError` if the template refuses the messages, or if they do not fit into the context.
         """
         messages = [message.model_dump() for message in request.messages]
         urls = image_urls_of(messages)
@@ -50,7 +50,7 @@ class ChatFormat:
         return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     async def streamed_text(self, token_ids: Sequence[int]) -> str:
-        """Return `text`; a decoder of `inflight.http.streamed_text.chat_chunks_of`."""
+        """Return `text`. Serves as the decoder for `inflight.http.streamed_text.chat_chunks_of`."""
         return self.text(token_ids)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:

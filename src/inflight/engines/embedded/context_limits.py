@@ -12,7 +12,7 @@ from inflight.wire import GenerateRequest, ScoreRequest
 class ContextLimits:
     """The limits of an engine's requests.
 
-    ``shortened_to_bytes`` is the KV cache size that shortened the context, or None.
+    ``shortened_to_bytes`` is the size of the KV cache if it shortened the context, else None.
     """
 
     max_model_len: int

@@ -1,8 +1,8 @@
-"""The decode step, with one token per sequence, as a compilable function of tensors with few different shapes.
+"""The decode step, one token per sequence, as a compilable function of tensors that have only a few different shapes.
 
-The step reads parameters, keys and values in place, so their addresses must not change: it needs an arena of a fixed
-size, and updates that are copied (`inflight.engines.embedded.parameters.overwrite`). The number of rows and the number
-of attended positions are padded to a few different values.
+The step reads parameters, keys and values in place, so their addresses must not change. This requires an arena of a
+fixed size, and updates that are copied into place (`inflight.engines.embedded.parameters.overwrite`). The number of
+rows and the number of attended positions are padded to a few different values.
 
 Shape suffixes: B rows of the arena, C attended positions, V vocabulary, and those of
 `inflight.engines.embedded.slot_attention`.

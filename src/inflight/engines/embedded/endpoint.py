@@ -1,7 +1,7 @@
 """The embedded engine as an `InferenceEndpoint` in this process: the contract's reference implementation.
 
 It combines the engine (a thread) with the receiving half of updates. Only a commit, in the engine's thread, changes the
-model, so the old weights are still served after any earlier failure.
+model, so after a failure before the commit, the old weights are still served.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class EmbeddedEndpoint(
         weights = self._engine.weights
 
         def present(name: str) -> Any:
-            """Return a tensor of the model in memory that the commit does not write to."""
+            """Return one of the model's tensors, copied if the commit would overwrite its memory."""
             tensor = weights.stored.view(name, weights.by_name).detach()
             return tensor.clone() if weights.keeps_addresses else tensor
 
@@ -355,7 +355,7 @@ class EmbeddedEndpoint(
             self._engine.call(lambda: self._engine.scheduler.cancel(admitted))
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """Score a request in one forward pass between two token steps, which delays running sequences."""
+        """Score a request in one forward pass, which runs between two token steps and delays running sequences."""
         require(self._capabilities, Needs.of_score(request), self._name)
         self._updates.session.refuse_to_sample()
         self._engine.limits.check_scored(request)

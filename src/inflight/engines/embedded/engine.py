@@ -156,11 +156,12 @@ class Engine:
         on_token: Callable[[Sequence], None] | None = None,
         image_tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[EngineRequest, Future[None]]:
-        """Queue a request; ``image_tensors`` are the outputs of the model's processor for its images.
+        """Queue a request; ``image_tensors`` are the outputs of the model's processor for the request's images.
 
-        Raises `InvalidRequestError` if the request does not fit. The future raises it if the request's id is in use.
+        Raises `InvalidRequestError` if the request does not fit. The future raises the same error if the request's id
+        is in use.
 
-        The engine's thread removes the request from the engine, and then calls one of two callbacks, once:
+        The engine's thread removes the request from the engine, and then calls exactly one of two callbacks:
         ``on_finished`` when every completion has a finish reason, or ``on_failed`` if a step of this request raises an
         error even when the request runs alone.
         """
@@ -204,7 +205,8 @@ class Engine:
     def free_memory(self) -> None:
         """Release the memory of the KV cache, and move the parameters to the host. Engine's thread only.
 
-        If there is a request, raises `BusyError` and changes nothing. Nothing may be submitted until `take_memory`.
+        If a request is running or waiting, raises `BusyError` and changes nothing. Nothing may be submitted until
+        `take_memory`.
         """
         if num_requests := len(self.scheduler.requests) + len(self.scoring):
             raise BusyError(

@@ -28,7 +28,7 @@ class PackedPrompt:
     prompt.
     """
     image_rows: Sequence[int] = ()
-    """Indices of the tokens that images fill."""
+    """Indices of the tokens that are placeholders for images."""
     image_tensors: Mapping[str, torch.Tensor] | None = None
     """The vision tower's inputs for the images; None without images."""
 

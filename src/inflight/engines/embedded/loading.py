@@ -43,9 +43,8 @@ def load_endpoint(
     ``max_model_len`` is None, it is the model's maximum. The KV cache uses at most ``kv_cache_bytes``; None allows
     ``max_concurrent`` sequences of ``max_model_len``, or half of all memory if that is less. If the cache holds fewer
     tokens than the model allows, the context is shortened. ``compile`` compiles the decode step before this returns,
-    and captures CUDA graphs on a GPU. Completions are drafted from ``drafts``, if given. Logs which attention kernel is
-    used for decoding. Raises `ConfigError` if the directory cannot be served, or if both ``drafts`` and ``compile`` are
-    given.
+    and captures CUDA graphs on a GPU. Drafts come from ``drafts``, if given. Logs which attention kernel is used for
+    decoding. Raises `ConfigError` if the directory cannot be served, or if both ``drafts`` and ``compile`` are given.
     """
     register_slot_attention()
     chosen = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -27,7 +27,7 @@ class PackedLinear(torch.nn.Linear):
 
 
 class PackedLinears:
-    """The linear layers of a model by the names of their weights in ``parameters``. The constructor packs the weights.
+    """A model's linear layers, by the names of their weights in ``parameters``. The constructor packs the weights.
 
     Several layers may share a weight. No layer is packed unless the weights are bfloat16 on a CPU that can multiply
     bfloat16.
@@ -43,7 +43,7 @@ class PackedLinears:
         self.load(self.pack((name, parameters[name].detach()) for name in self._layers))
 
     def pack(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return the packed values of those tensors that are weights of these layers. May run in any thread."""
+        """Return, in packed form, the tensors that are weights of these layers. May run in any thread."""
         return {
             name: torch.ops.mkldnn._reorder_linear_weight(tensor) for name, tensor in tensors if name in self._layers
         }

@@ -22,8 +22,8 @@ _ALIGNMENT_BYTES = 64
 class StoredTensors:
     """Which stored tensors make up each parameter of a model, by name. Holds no tensors itself.
 
-    Stored tensors are the tensors of a checkpoint, which are also those that updates send. Most parameters are stored
-    whole. A parameter with the matrices of all experts of a layer is stored as one tensor per matrix.
+    Stored tensors are the tensors of a checkpoint; updates send the same tensors. Most parameters are stored whole. A
+    parameter that holds the matrices of all experts in a layer is stored as one tensor per matrix.
     """
 
     def __init__(self, model: Any) -> None:
@@ -78,7 +78,7 @@ class StoredTensors:
 
 
 def _expert_names(model: Any, name: str, parameter: torch.Tensor) -> tuple[str, ...]:
-    """Return the stored names of a parameter that holds all experts, expert by expert; empty for others."""
+    """Return the stored names of a parameter that holds all experts, expert by expert; empty for other parameters."""
     kinds = EXPERT_PARTS.get(".".join(name.split(".")[-2:]))
     if kinds is None:
         return ()
@@ -139,10 +139,10 @@ class ServedParameters:
 
 
 def prepare_tensors(parameters: Parameters, tensors: Iterable[tuple[str, torch.Tensor]]) -> Named:
-    """Return tensors in the dtype and layout, and on the device, of the parameters with the same names.
+    """Return tensors converted to the dtype, layout and device of the parameters with the same names.
 
-    A tensor that already fits is returned without copying, and nothing may write to it from now on. Others are copied.
-    Changes nothing, and may run in any thread. Raises `ValueError` for a tensor of a different shape.
+    A tensor that already fits is returned without copying, and nothing may write to it from now on. Any other tensor is
+    copied. Changes nothing, and may run in any thread. Raises `ValueError` for a tensor of a different shape.
     """
     return [(name, _fit(tensor, parameters[name], name)) for name, tensor in tensors]
 

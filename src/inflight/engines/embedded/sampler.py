@@ -75,7 +75,7 @@ def _invert(weights_BV: torch.Tensor, cumulative_BC: torch.Tensor, uniform_B: to
 
 
 def _below(values: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """Clamp values to below their limits, so that rounding cannot select a token of probability 0."""
+    """Clamp values to just below their limits, so that rounding cannot select a token of probability 0."""
     return torch.minimum(values, torch.nextafter(limits, torch.zeros_like(limits)))
 
 

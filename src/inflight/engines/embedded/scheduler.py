@@ -17,7 +17,7 @@ _MAX_PREFILL_TOKENS = 4096
 """Maximum number of prompt tokens in one forward pass: more would delay running sequences."""
 _MAX_WAITING = 16 * 1024
 """Maximum number of waiting completions. Each takes about a kilobyte, and a request of a hundred bytes can ask for
-1,024.
+1,024 of them.
 """
 
 
@@ -48,7 +48,7 @@ class SequenceScheduler:
         self.running: dict[Slot, Sequence] = {}
         self.requests: dict[str, EngineRequest] = {}
         self.starts_new = True
-        """Whether sequences without tokens may start. Sequences that have started before always may."""
+        """Whether sequences without tokens may start. Sequences with tokens, which have run before, always may."""
         self._speculation = speculation
         self._counters = counters
 
@@ -108,7 +108,7 @@ class SequenceScheduler:
         return list(groups.values())
 
     def recompute_running(self) -> None:
-        """Drop every running sequence's keys and values, and move it to the front of the queue to be recomputed."""
+        """Drop the keys and values of all running sequences, and queue the sequences, in front, to be recomputed."""
         for sequence in reversed(self.running.values()):
             assert sequence.slot is not None
             self.store.close(sequence.slot)
@@ -117,7 +117,7 @@ class SequenceScheduler:
         self.running.clear()
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence, unless it has ended already. If it is the last one of its request, deliver the request."""
+        """End a sequence, unless it has ended already. After a request's last sequence, call `on_finished`."""
         if sequence.finish_reason is not None:
             return
         sequence.end(reason)
@@ -131,7 +131,7 @@ class SequenceScheduler:
             request.on_finished([s.completion() for s in request.sequences])
 
     def remove(self, request: EngineRequest) -> EngineRequest:
-        """End a failed request without delivering it, and return it."""
+        """End a failed request without calling `on_finished`, and return the request."""
         del self.requests[request.request_id]
         self.waiting = deque(s for s in self.waiting if s.request is not request)
         for sequence in request.sequences:

@@ -137,7 +137,7 @@ class EngineRequest:
     sequences: list[Sequence] = field(default_factory=list)
 
     def image_rows(self) -> list[int]:
-        """Return the indices of the prompt's tokens that images fill."""
+        """Return the indices of the prompt's tokens that are placeholders for images."""
         return [row for image in self.images for row in range(image.start, image.end)]
 
     @property

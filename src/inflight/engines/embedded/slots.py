@@ -60,7 +60,7 @@ class Arena:
         return self.num_slots * self.slot_bytes
 
     def take(self, slot: Slot) -> None:
-        """Assign the next row to a slot and zero it. Masked values are multiplied by zero, which would keep any NaN."""
+        """Assign the next row to a slot and zero it, because masked values are multiplied by 0, which keeps NaNs."""
         if self._is_fixed:
             row = heapq.heappop(self._free_rows)  # `free` has left it zeroed
         else:

@@ -1,7 +1,8 @@
 """Steps of the embedded engine. Each step runs a forward pass, draws tokens and delivers them.
 
-A step that raises an error is repeated in halves until the sequence that causes the error runs alone; its request is
-then ended. A step can be repeated because it changes nothing before its tokens are drawn.
+If a step raises an error, it is repeated for each half of its sequences, until the sequence that causes the error runs
+alone; the request of that sequence is then ended. A step can be repeated because it changes nothing before its tokens
+are drawn.
 
 Shape suffixes: B rows of logits, V vocabulary, T tokens, L layers, K chosen experts.
 """
@@ -56,7 +57,7 @@ class StepRunner:
         self._decode = decode
 
     def step(self) -> None:
-        """Sample one token, after the accepted tokens of its draft, for every sequence that is running or can start.
+        """For every sequence that is running or can start, sample the accepted tokens of its draft and one more token.
 
         Requests that fail are ended.
         """
@@ -81,7 +82,7 @@ class StepRunner:
             raise broken from failed[0][1]
 
     def _advance(self, groups: list[list[Sequence]], failed: list[tuple[EngineRequest, Exception]]) -> None:
-        """Sample for each sequence of these groups. Requests that fail by themselves are moved to ``failed``.
+        """Sample for each sequence of these groups. Requests that fail even alone are moved to ``failed``.
 
         A group is one running sequence, or new sequences with the same token ids.
         """
@@ -216,7 +217,7 @@ def _note_experts(
     drawn: list[DrawnTokens],
     new: list[list[Sequence]],
 ) -> None:
-    """Store the experts of tokens: ``num_decoded`` tokens of each running sequence, and all tokens of new ones."""
+    """Store the experts of tokens: ``num_decoded`` tokens of each running sequence, and all tokens of new sequences."""
     experts_TLK = recorder.take()
     for slot, num, it in zip(slots, num_decoded, drawn, strict=False):
         it.sequence.note_routed(slot.length, experts_TLK[: len(it.token_ids)].copy())

@@ -67,7 +67,7 @@ def byte_tokenizer() -> Any:
 
 
 def create_tiny_model(shape: TinyShape, seed: int) -> Any:
-    """Return a randomly initialized model of a few hundred thousand parameters, float32 on the CPU."""
+    """Return a randomly initialized model of a few hundred thousand parameters, in float32 on the CPU."""
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
     families: dict[Family, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -202,10 +202,10 @@ def _bytes_of(prompt: str) -> Iterator[int]:
 
 
 def corrupt(answer: str, rng: random.Random) -> str:
-    """Return the answer without part of its first half or, one time in four, with its last character put first.
+    """Return the answer without part of its first half or, one time in four, with its last character repeated in front.
 
-    Both errors are about when to stop, and shift the characters. They leave the model's knowledge of the characters
-    intact, but a score that compares position by position is close to zero.
+    Both errors shift the characters, as if the model had stopped copying too early or too late. They leave the model's
+    knowledge of the characters intact, but a score that compares position by position is close to zero.
     """
     if rng.random() < 0.25:
         return answer[-1:] + answer

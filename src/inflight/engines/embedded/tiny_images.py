@@ -124,7 +124,7 @@ def save_tiny_image_model(model: Any, path: Path) -> None:
 
 
 def picture_message(item: TaskItem) -> Message:
-    """Return the message of an item: its picture, ``metadata["image_url"]``, then the prompt.
+    """Return an item's message: its picture (``metadata["image_url"]``), then its prompt.
 
     Raises `ConfigError` if the item has no picture.
     """
