@@ -35,7 +35,7 @@ dist: Any = torch.distributed  # its stubs leave out the stores
 
 @dataclass(frozen=True, slots=True)
 class GroupRank:
-    """The address of a group, the rank of this process in it, and how long the others may take to join.
+    """The address of a group, the rank of this process in it, and how long the other ranks may take to join.
 
     ``prefixes`` are prefixes of the keys in the store, outermost first; ``project`` is used in messages.
     ``hosts_store`` specifies whether this process hosts the store.
@@ -103,7 +103,7 @@ class BroadcastGroup:
         run_unless_abandoned(self._abandoned, lambda: self._form(what), what, place.timeout_s + GRACE_S)
 
     def broadcast(self, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
-        """Send ``tensor`` as rank 0, or receive into it. It must be contiguous and on the CPU.
+        """Send ``tensor`` on rank 0, or receive into it on other ranks. It must be contiguous and on the CPU.
 
         Raises `TransferError`; the ranks are then out of step, and the group is abandoned.
         """

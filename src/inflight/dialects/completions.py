@@ -49,9 +49,7 @@ def ids_of_tokens(tokens: Sequence[str]) -> list[int]:
 
 
 def completion_of(choice: Mapping[str, Any], token_ids: Sequence[int], index: int, version: int) -> Completion:
-    """Return a choice as a completion whose tokens were all sampled by ``version``. Raises an error for a malformed
-    choice.
-    """
+    """Return a choice as a completion sampled entirely with ``version``. Raises an error if the choice is malformed."""
     logprobs = choice["logprobs"]["token_logprobs"]
     span = VersionSpan(version=version, start=0, end=len(token_ids)) if token_ids else None
     return Completion(

@@ -40,7 +40,7 @@ Stamp = tuple[str, tuple[tuple[str, int, int], ...]]
 
 
 class DirectoryUpdates:
-    """Updates of the endpoints that ``publisher`` is connected to, one at a time. Belongs to one event loop.
+    """Updates the endpoints to which ``publisher`` is connected, in one update at a time. Belongs to one event loop.
 
     Only directories below ``root`` are read. ``model_dir`` is the checkpoint that the endpoints were started with. If
     no call follows a pause, it ends after ``lease_s`` seconds. An update may take ``timeout_s`` seconds. ``note``
@@ -92,18 +92,18 @@ class DirectoryUpdates:
         """The directory of the last update, and its version."""
 
     def label_of(self, version: int) -> str:
-        """Return the clients' name for a version: the label of its update, or its number."""
+        """Return the name that clients use for a version: the label of its update, or its number."""
         return self._labels.get(version, str(version) if version else INITIAL_LABEL)
 
     def served_label(self, version: int) -> str:
-        """Return the clients' name for the version that is currently served, which `relabel` may have changed."""
+        """Return the name that clients use for the version currently served, which `relabel` may have changed."""
         relabelled = self._relabelled
         return relabelled[1] if relabelled is not None and relabelled[0] == version else self.label_of(version)
 
     def relabel(self, version: int, label: str) -> None:
         """Change the label of the version that is currently served.
 
-        While sampling is paused, the tokens that the version has already sampled keep their label.
+        While sampling is paused, the tokens already sampled with the version keep their label.
         """
         self._relabelled = (version, label)
         if self.pause_policy is None:
@@ -143,7 +143,7 @@ class DirectoryUpdates:
     async def load(
         self, path: str, *, label: str | None = None, in_flight: InFlightPolicy = InFlightPolicy.KEEP
     ) -> int:
-        """Serve the weights of a checkpoint directory on every endpoint, ending a pause, and return their version.
+        """Serve the weights of a checkpoint directory on every endpoint, ending any pause, and return their version.
 
         A repeated call for a directory that is already served and has not changed does nothing. ``in_flight`` applies
         unless sampling is paused. Raises `InvalidRequestError`, without changing anything, for a directory that is not
@@ -155,7 +155,8 @@ class DirectoryUpdates:
     async def load_adapter(self, path: str, *, label: str) -> int:
         """Serve the LoRA of a directory instead of any earlier LoRA, and return its version.
 
-        Raises the same errors as `load`. A pause ends for the update, and begins again after it.
+        Raises the same errors as `load`. If sampling is paused, the pause ends for the update and begins again after
+        it.
         """
         directory = self._directory(path)
 
@@ -185,7 +186,7 @@ class DirectoryUpdates:
         return version
 
     async def aclose(self) -> None:
-        """End a pause."""
+        """End any pause."""
         await self._leases.aclose()
         await self._alone(lambda: self._end_pause("the server of the dialect was stopped"))
         await self._calls.aclose()
@@ -303,7 +304,7 @@ class DirectoryUpdates:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """Raise a problem with a directory as an error of the request that named it."""
+    """Convert a problem with a directory into an error for the request that named the directory."""
     try:
         yield
     except ConfigError as error:

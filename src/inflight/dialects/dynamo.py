@@ -163,7 +163,7 @@ class DynamoEndpoint(OwnedEndpoint):
         return found
 
     async def _served(self) -> ServedVersion:
-        """Raises `ConfigError` if the workers serve different weights."""
+        """Return the version that all workers serve. Raises `ConfigError` if they serve different weights."""
         if not self._workers:
             return ServedVersion(0, None)
         labels = {str(answer["version"]) for answer in await self._each(_VERSION, {})}
@@ -176,7 +176,7 @@ class DynamoEndpoint(OwnedEndpoint):
         return ServedVersion(0, None) if label == _INITIAL else parse_label(label)
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """Raises `UpdateRefusedError` if workers have joined or left since the first call."""
+        """Request an update. Raises `UpdateRefusedError` if workers have joined or left since the first call."""
         await self.capabilities()
         if self._options.discovery:
             live = {name: routes.url for name, routes in (await self._discovered()).items()}
@@ -217,7 +217,7 @@ class DynamoEndpoint(OwnedEndpoint):
         await self._each(_RESUME, {})
 
     async def _each(self, route: str, body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Return every worker's answer. Raises `ProtocolError` unless each is ``ok``, regardless of its HTTP status."""
+        """Return every worker's answer. Raises `ProtocolError` unless the status in each body is ``ok``."""
 
         async def one(routes: EngineRoutes) -> Mapping[str, Any]:
             answer = await routes.post(f"/engine/{route}", body, self._options.timeout_s)

@@ -69,8 +69,8 @@ class RunningRequests:
     def refusal(self) -> Response | None:
         """Return the answer that refuses new requests, or None if they are accepted.
 
-        As in vLLM 0.33, they are refused during a pause that ends running requests or lets them finish. With ``keep``,
-        they wait.
+        As in vLLM 0.33, new requests are refused during a pause that ends running requests or lets them finish. With
+        ``keep``, they wait.
         """
         policy = None if self._updates is None else self._updates.pause_policy
         return self.paused_answer() if self._draining or policy in _REFUSING else None
@@ -114,7 +114,7 @@ class RunningRequests:
         return None if running.is_ended else calling.result()
 
     async def pause(self, updates: DirectoryUpdates, in_flight: InFlightPolicy) -> None:
-        """Pause sampling on the endpoints, and guarantee what happens to running requests.
+        """Pause sampling on the endpoints, and ensure that every running request is handled as the policy requires.
 
         With ``drain``, requests that have already arrived finish first, and new ones are refused until then. With
         ``abort``, requests that reached an endpoint after its pause began end without a token. Raises `DeadlineError`

@@ -51,7 +51,7 @@ class EndpointPool:
         return await self.endpoints[0].capabilities()
 
     async def health(self) -> tuple[bool, list[int]]:
-        """Return whether every endpoint serves, and the version of each."""
+        """Return whether every endpoint is serving, and the version of each."""
         served = await run_together(*(endpoint.weight_version() for endpoint in self.endpoints))
         down = (EndpointState.POISONED, EndpointState.JOINING, EndpointState.RELEASED)
         return not any(it.state in down for it in served), [it.version for it in served]

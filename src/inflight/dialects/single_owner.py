@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
-    """One server, accessed over ``routes``. The only in-flight policy that it supports is ``drain``.
+    """One server, accessed through ``routes``. The only in-flight policy that it supports is ``drain``.
 
     An instance belongs to the event loop in which it is first used. A later instance, or one in another process, cannot
     know which version the server serves. If several processes publish or sample, put the contract's own server in front
@@ -75,7 +75,7 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
 
     @abstractmethod
     async def _complete(self, request: GenerateRequest, index: int, version: int) -> Completion:
-        """Return one completion of the prompt, sampled by ``version``."""
+        """Return one completion of the prompt, sampled with ``version``."""
 
     @abstractmethod
     async def _replace(self, update: WeightUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -97,11 +97,11 @@ class OwnedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         return can
 
     async def _served(self) -> ServedVersion:
-        """Return the version that the server serves, or 0, that of its initial checkpoint, if it reports none."""
+        """Return the version that the server serves; 0, the version of its initial checkpoint, if it reports none."""
         return ServedVersion(0, None)
 
     async def capabilities(self) -> Capabilities:
-        """Raises `ConfigError` if this process cannot attach to the server."""
+        """Return the server's capabilities. Raises `ConfigError` if this process cannot attach to the server."""
         return await self._attaching.result()
 
     async def receiver(self) -> UpdateReceiver:

@@ -48,7 +48,7 @@ def fast_llm_rank_of(init_method: str, *, rank: int, world_size: int, timeout_s:
 def receive_header(group: BroadcastGroup, timeout_s: float) -> TensorHeader | None:
     """Return the next tensor's header, or None at the end of the update.
 
-    Raises `TransferError`, including for a header that is refused; the group is then abandoned.
+    Raises `TransferError`, also if the header is refused; the group is then abandoned.
     """
     length = torch.zeros(1, dtype=torch.int64)
     group.broadcast(length, timeout_s, "receiving the length of a header")
@@ -164,7 +164,7 @@ class _Parser:
                 raise ValueError(f"its pickle operation {operation} is not allowed in a header")
 
     def _fold(self, num_items: int) -> None:
-        """Replace the last values with one tuple of them."""
+        """Replace the last ``num_items`` values on the stack with one tuple."""
         start = len(self._stack) - num_items
         if start < 0:
             raise IndexError

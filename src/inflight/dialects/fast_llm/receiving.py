@@ -23,7 +23,7 @@ from inflight.wire import BucketSpec, InFlightPolicy, Manifest, TensorSpec
 _MAX_TENSORS = 1_000_000
 """Maximum number of tensors in one update, so that every update ends."""
 _MAX_DROPPED_SHARE = 4
-"""Limit for the size of a tensor, as a multiple of the model's size: a tensor that is dropped also needs memory."""
+"""Limit for the size of a tensor, as a multiple of the model's size: even a tensor that is dropped needs memory."""
 
 
 class ReceivedWeights(WeightSource):
@@ -51,9 +51,9 @@ class ReceivedWeights(WeightSource):
 
 
 class FollowedTrainer:
-    """The updates of one trainer, published by ``publisher`` to servers of a model with the tensors ``expected``.
+    """Publishes the updates of one trainer through ``publisher``, to servers of a model with the tensors ``expected``.
 
-    ``timeout_s`` limits the time from one tensor to the next, and the time in which endpoints apply an update.
+    ``timeout_s`` limits the time from one tensor to the next, and the time that endpoints may take to apply an update.
     ``step_timeout_s`` limits the time from one event of the trainer to the next. All methods block.
     """
 
@@ -121,7 +121,7 @@ class FollowedTrainer:
         raise TransferError(f"an update of more than {_MAX_TENSORS} tensors was refused")
 
     def _memory_for(self, spec: TensorSpec) -> torch.Tensor:
-        """Return memory for a tensor. If there is none, abandons the group and raises `TransferError`."""
+        """Return memory for a tensor. If there is not enough, abandon the group and raise `TransferError`."""
         limit_bytes = _MAX_DROPPED_SHARE * sum(it.size_bytes for it in self._expected.values())
         try:
             if spec.size_bytes > limit_bytes:

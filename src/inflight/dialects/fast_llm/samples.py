@@ -22,7 +22,7 @@ from inflight.types import OBSERVED, Rollout
 SAMPLES = "fast_llm_streaming"
 """The key of the stream."""
 _BINARY = {"tokens": "q", "old_log_probabilities": "f", "model_version": "q"}
-"""Fields that may be separate binary values, little-endian, with the type codes of their numbers."""
+"""Fields that may be sent as separate little-endian binary values, and the type codes of their numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _to_bytes(name: str, values: Sequence[float]) -> bytes:
 
 
 def _from_bytes(name: str, data: bytes) -> list[Any]:
-    """Raises ``ValueError`` if the length is not a multiple of the size of the type."""
+    """Return the numbers of a field. Raises ``ValueError`` if ``data`` is not a whole number of items."""
     numbers = array(_BINARY[name])
     numbers.frombytes(data)
     if sys.byteorder == "big":

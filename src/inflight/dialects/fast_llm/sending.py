@@ -36,7 +36,7 @@ class FastLlmOptions:
     """Facts that a server does not report itself, taken from the query of its URL."""
 
     redis: str = DEFAULT_URL
-    """The Redis server that --redis-host and --redis-port name; no other trainer or inference server may use it."""
+    """The Redis server that --redis-host and --redis-port specify; no other trainer or inference server may use it."""
     group: str = ""
     """The ``tcp://HOST:PORT`` in --weight-update-group-init-method. If empty, this process does not send weights."""
     world_size: int = 2

@@ -44,7 +44,7 @@ def dialect_app(
     """Return the application. Without ``receive`` it has no route for updates.
 
     ``on_unreadable`` is called when an update cannot be read. Each chat goes to the endpoint with the fewest running
-    chats. ``/health`` reports success once ``is_ready`` returns true and every endpoint serves.
+    chats. ``/health`` reports success once ``is_ready`` returns true and every endpoint is serving.
     """
     pool = EndpointPool(endpoints)
 

@@ -72,10 +72,10 @@ class PipelineRlOptions:
 
 
 class PipelineRlEndpoint(OwnedEndpoint):
-    """One server at ``url`` with one rank. The first call joins a channel, because the server does not answer until
-    then.
+    """One server at ``url`` with one rank.
 
-    ``make_channel`` returns a new channel for weights; without it, this process does not send weights. ``dtype``,
+    The first call joins a weight channel, because the server does not answer any request before a trainer has joined.
+    ``make_channel`` returns a new channel; without it, this process does not send weights. ``dtype``,
     ``max_concurrent`` and ``timeout_s`` have the same meaning as in `PipelineRlOptions`.
     """
 
@@ -167,7 +167,7 @@ class PipelineRlEndpoint(OwnedEndpoint):
             ) from error
 
     async def init_process_group(self, spec: TransportSpec) -> None:
-        """Raises `TransferError` if the server's group is lost; only a restart of the server restores it."""
+        """Join a publisher's group. Raises `TransferError` if the server's own group is lost: restart the server."""
         await self.capabilities()
         if self._channel is not None and not self._channel.is_formed:
             raise TransferError(f"{self.name}: the group of this server is lost; restart the server")

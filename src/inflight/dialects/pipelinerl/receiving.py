@@ -60,9 +60,9 @@ class ArrivingWeights(WeightSource):
 
 
 class ArrivingUpdates:
-    """The updates of one trainer, one at a time, published by ``publisher``.
+    """Publishes the updates of one trainer through ``publisher``, one at a time.
 
-    ``timeout_s`` limits the time from one tensor to the next, and the time in which endpoints apply an update.
+    ``timeout_s`` limits the time from one tensor to the next, and the time that endpoints may take to apply an update.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class ArrivingUpdates:
 
         Raises `PublishError` if an endpoint does not serve it, and the other errors of `publish_weights`. The
         broadcasts are received in any case, so the group is ready for the next update unless a `TransferError` states
-        that the group was abandoned.
+        that the group was abandoned. An update with an invalid manifest raises `InvalidRequestError`, and also abandons
+        the group.
         """
         with self._lock:
             try:

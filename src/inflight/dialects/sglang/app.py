@@ -89,7 +89,7 @@ class PauseBody(DialectMessage):
 
 
 class DiskBody(DialectMessage):
-    """Body of ``/update_weights_from_disk``. Without a pause, running requests continue."""
+    """Body of ``/update_weights_from_disk``. Running requests continue unless ``abort_all_requests`` is set."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 

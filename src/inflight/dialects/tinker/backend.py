@@ -21,7 +21,7 @@ class ForwardResult:
     logprobs: list[Array]
     """The logprobs of each datum, float32 [N] or [N, K]."""
     losses: list[Array]
-    """The weighted losses of the rows of each datum, of the same shapes."""
+    """The weighted loss of each row of each datum, in arrays of the same shapes."""
     loss: float
     """The sum of the loss over all data."""
 

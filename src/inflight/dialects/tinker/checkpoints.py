@@ -126,7 +126,7 @@ class CheckpointStore:
         return sorted(self._of(model_id), key=lambda it: it.facts.saved_at)
 
     def model_ids(self) -> list[str]:
-        """Return the models that have a directory, whether or not it holds a checkpoint."""
+        """Return the ids of the models that have a directory, whether or not it holds a checkpoint."""
         if not self._directory.is_dir():
             return []
         return sorted(unquote(path.name) for path in self._directory.iterdir() if path.is_dir())

@@ -141,7 +141,7 @@ def _numbers(content: bytes, dtype: np.dtype[Any], name: str) -> Array:
 
 
 def output_message(logprobs: Sequence[Array], losses: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
-    """Return a ``ForwardBackwardOutput`` with the logprobs and losses, [N] or [N, K], of each datum, as bytes.
+    """Return, as bytes, a ``ForwardBackwardOutput`` with the logprobs and losses, [N] or [N, K], of each datum.
 
     Names of metrics have the form ``name:reducer``; the SDK uses the reducer to combine the metrics of several calls.
     """

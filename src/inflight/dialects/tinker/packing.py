@@ -33,7 +33,7 @@ class PackedData:
 
 
 def check_inputs(data: Sequence[Datum], name: str, loss: TinkerLoss) -> None:
-    """Raise `InvalidRequestError` if a datum lacks an input of the loss, or has one that it does not use."""
+    """Raise `InvalidRequestError` if a datum lacks an input of the loss, or has an unused or misshapen one."""
     for index, datum in enumerate(data):
         given = set(datum.inputs)
         if missing := [it for it in loss.inputs if it not in given]:

@@ -238,7 +238,7 @@ class WeightsInfo(TinkerRequest):
 
 
 def numbers_of(tensor: TensorData) -> Any:
-    """Return the numbers of a tensor, which JSON contains as a list or as base64 of little-endian bytes."""
+    """Return the numbers of a tensor, which are a JSON list or little-endian bytes in base64."""
     if isinstance(tensor.data, str):
         return np.frombuffer(base64.b64decode(tensor.data), np.dtype(tensor.dtype).newbyteorder("<"))
     return np.array(tensor.data, np.dtype(tensor.dtype))

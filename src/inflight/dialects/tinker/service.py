@@ -44,7 +44,9 @@ IDLE_S = 1800.0
 _NUM_FINISHED = 1000
 """Number of finished sessions that can still be queried."""
 SILENT_S = 60.0
-"""Seconds for which a client must be silent before a new model may replace its model, which is then kept for a week."""
+"""Seconds for which a client must be silent before a new model may replace its model. The state of the replaced model
+is kept for a week.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -108,7 +110,7 @@ class TinkerService:
             await self._end_models(session_id)
 
     async def end_idle_sessions(self, interval_s: float = 30.0) -> None:
-        """Until cancelled, end sessions whose clients are silent for `IDLE_S`, and delete unused and expired files."""
+        """Until cancelled, end sessions whose clients were silent for `IDLE_S`, and delete unused and expired files."""
         while True:
             await asyncio.sleep(interval_s)
             await asyncio.to_thread(self.store.delete_expired)
@@ -138,7 +140,7 @@ class TinkerService:
             await model.end("its session has finished")
 
     async def _retire(self, alive: Sequence[TinkerModel]) -> bool:
-        """End the model of a client that is silent for `SILENT_S`, and keep its state for a week."""
+        """End the model of a client that has been silent for `SILENT_S`, and keep the model's state for a week."""
         model = min(alive, key=lambda it: self._sessions[it.session_id].last_heartbeat)
         silent_s = time.monotonic() - self._sessions[model.session_id].last_heartbeat
         if silent_s < SILENT_S:
@@ -157,7 +159,7 @@ class TinkerService:
     # ----------------------------------------------------------------------------------------------------- models
 
     def create_model(self, asked: CreateModel) -> str:
-        """Return the request id of a future that creates a model. Another base model raises `InvalidRequestError`."""
+        """Return the request id of a future that creates a model. A wrong base model raises `InvalidRequestError`."""
         check_base(self.backend, asked.base_model)
         _check_optimizer(asked.optimizer_config)
         model_id = f"{asked.session_id}:train:{asked.model_seq_id}"

@@ -18,7 +18,7 @@ from inflight.errors import InvalidRequestError, WorkerDiedError
 
 MAX_KEPT_TOKENS = 1 << 22
 """Maximum number of tokens whose gradients are computed again when a model is unparked. A model that has received more
-of them since its last step is not parked.
+tokens since its last step is not parked.
 """
 
 
@@ -35,9 +35,9 @@ class TinkerModel:
     training: Training | None = None
     """The model's ranks; None until they are ready, while the model is parked, and after it has ended."""
     parked: Path | None = None
-    """The checkpoint of a model whose ranks have ended to make room for another model, and which will continue."""
+    """The checkpoint from which the model will continue, if its ranks have ended to make room for another model."""
     is_parking: bool = False
-    """Whether it is about to be parked; calls must wait until it has been."""
+    """Whether the model is about to be parked; calls must wait until it has been parked."""
     has_ranks_since: float = 0.0
     """When the model received its ranks."""
     is_followed: bool = False
@@ -114,7 +114,7 @@ class TinkerModel:
             await asyncio.to_thread(shutil.rmtree, parked, ignore_errors=True)
 
     async def end(self, why: str) -> None:
-        """End the model's ranks. Later calls fail, and name the first reason."""
+        """End the model's ranks. Later calls fail with an error that states the first reason."""
         training, self.training, self.end_reason = self.training, None, self.end_reason or why
         await self._remove_parked()
         if training is not None:

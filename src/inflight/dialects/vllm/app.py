@@ -54,8 +54,7 @@ REFUSED = {
 }
 """Routes of vLLM and of its clients that are not supported, with the reasons."""
 INTERNAL_PREFIX = "generate-tokens-"
-"""The prefix that vLLM adds to the ids of requests over ``/inference/v1/generate``; clients abort requests by these
-ids.
+"""The prefix that vLLM adds to the ids of requests to ``/inference/v1/generate``; clients abort requests by these ids.
 """
 _MAX_ADAPTERS = 1024
 _MAX_RANK = 512

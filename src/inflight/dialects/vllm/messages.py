@@ -119,7 +119,7 @@ class CompletionsBody(EngineSampling):
 
 
 class UpdateBody(DialectMessage):
-    """Body of ``/update_weights``: a directory, as prime-rl sends it or under the field names of the four phases."""
+    """Body of ``/update_weights``, with a directory in ``weight_dir`` (prime-rl) or ``update_info`` (four phases)."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -164,7 +164,7 @@ class AbortBody(DialectMessage):
 
 
 def generate_request(name: str | None, token_ids: Sequence[int], sampling: EngineSampling) -> GenerateRequest:
-    """Return a request for completions of token ids, under an id that no other request has."""
+    """Return a request for completions of token ids, with an id that no other request has."""
     request_id = f"{(name or 'request')[:100]}-{uuid.uuid4().hex[:12]}"
     return GenerateRequest(request_id=request_id, prompt_token_ids=tuple(token_ids), sampling=sampling.sampling())
 
@@ -220,7 +220,7 @@ def prompt_logprobs_of(token_ids: Sequence[int], scores: ScoreResponse) -> list[
 
 
 def generate_answer(answer: GenerateResponse, label_of: Labels) -> dict[str, Any]:
-    """Return the answer of ``/inference/v1/generate``."""
+    """Return the body of the response from ``/inference/v1/generate``."""
     return {
         "request_id": answer.request_id,
         "choices": [
@@ -246,7 +246,7 @@ def completions_answer(
     texts: Sequence[str],
     label_of: Labels,
 ) -> dict[str, Any]:
-    """Return the answer of ``/v1/completions``, extended by the token ids and the version of each token."""
+    """Return the body of the response from ``/v1/completions``, plus each token's id and version."""
     num_tokens = sum(len(completion.token_ids) for completion in answer.completions)
     return {
         "id": answer.request_id,
@@ -280,7 +280,7 @@ def completions_answer(
 
 
 def chat_answer(answer: ChatCompletion, label_of: Labels) -> dict[str, Any]:
-    """Return the answer of ``/v1/chat/completions``, extended by the version of each token."""
+    """Return the body of the response from ``/v1/chat/completions``, plus each token's version."""
     found = answer.model_dump(mode="json")
     for choice, sampled in zip(found["choices"], answer.choices, strict=True):
         choice["weight_versions"] = weight_versions_of(sampled.version_spans, label_of)
