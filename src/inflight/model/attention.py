@@ -69,7 +69,7 @@ class SlotIndex:
     slot_of_token_T: torch.Tensor
     """int64 [T]"""
     is_shared: bool = False
-    """Whether several segments have slots of the same token."""
+    """Whether several segments have slots for the same token."""
 
     @staticmethod
     def padded(lengths: Sequence[int], width: int, device: torch.device) -> SlotIndex:

@@ -33,9 +33,9 @@ def config_number(config: Mapping[str, Any], key: str) -> int | None:
 
 
 def checkpoint_of(url: str, directory: Path, dtype: str) -> tuple[int, tuple[TensorSpec, ...] | None]:
-    """Return the vocabulary size of the model that the server at ``url`` serves in ``dtype``, and its loadable tensors.
+    """Return the vocabulary size of the model that the server at ``url`` serves in ``dtype``, and the model's tensors.
 
-    The latter is None if the checkpoint's ``directory`` cannot be read here; the engine then refuses wrong tensors
+    The tensors are None if the checkpoint's ``directory`` does not exist here; the engine then refuses wrong tensors
     itself. Raises `ConfigError` if the dtype is not supported, or the vocabulary size or the tensors cannot be read.
     """
     if dtype not in DTYPE_SIZES:

@@ -1,4 +1,4 @@
-"""Attention over a packed row that is split across ranks, which exchange tokens for heads.
+"""Attention over a packed row that is split across ranks: each switches from some tokens to some heads, and back.
 
 Before the attention, every rank receives all tokens of some heads; afterwards, it receives all heads of its own tokens
 (DeepSpeed-Ulysses, arXiv:2309.14509, section 3). Each token of each head is sent once and computed once, so sums are
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """The ranks that share one packed row; rank i of the group holds the i-th of its equal parts."""
+    """The ranks that share one packed row; rank i of the group holds the i-th of the row's equal parts."""
 
     group: dist.ProcessGroup
 

@@ -59,7 +59,8 @@ def image_url_of(image: Any) -> str:
 def decoded(url: ImageUrl) -> Any:
     """Return the image in a data URL as a Pillow image in RGB.
 
-    Raises `InvalidRequestError` if it cannot be decoded or has too many pixels, and `ConfigError` without Pillow.
+    Raises `InvalidRequestError` if it cannot be decoded or has too many pixels, and `ConfigError` if Pillow is not
+    installed.
     """
     try:
         from PIL import Image
@@ -108,8 +109,8 @@ class ImageProcessor:
     ) -> tuple[tuple[int, ...], tuple[PromptImage, ...]]:
         """Return the tokens of a rendered chat with each placeholder repeated once per feature, and the placed images.
 
-        ``token_ids`` has one placeholder for each image, otherwise this raises `InvalidRequestError`. ``start`` is the
-        number of prompt tokens that precede them.
+        Raises `InvalidRequestError` unless ``token_ids`` has one placeholder for each image. ``start`` is the number of
+        prompt tokens that precede ``token_ids``.
         """
         num_found = sum(token_id == self.placeholder_id for token_id in token_ids)
         if num_found != len(urls):
@@ -130,7 +131,7 @@ class ImageProcessor:
         return tuple(placed), tuple(images)
 
     def check(self, token_ids: Sequence[int], images: Iterable[PromptImage]) -> None:
-        """Raise `InvalidRequestError` unless the tokens of each image are as many placeholders as the model needs."""
+        """Raise `InvalidRequestError` unless each image has exactly the placeholder tokens that the model needs."""
         for index, image in enumerate(images):
             needed = self.num_tokens(image.url)
             if image.num_tokens != needed:
@@ -172,7 +173,7 @@ def load_image_processor(path: Path) -> ImageProcessor | None:
 
 
 def as_parts(message: Message) -> Message:
-    """Return a message whose content is a list of parts, as chat templates of models with images expect.
+    """Return a message whose content is a list of parts, as chat templates for models with images expect.
 
     Raises `InvalidRequestError` for a part that is neither text nor an image.
     """
@@ -190,7 +191,7 @@ def text_of(message: Message) -> str | None:
 
 
 def image_urls_of(messages: Iterable[Message]) -> list[ImageUrl]:
-    """Return the data URLs of all images of messages, in order."""
+    """Return the data URLs of all images in the messages, in order."""
     return [
         part["image_url"]["url"]
         for message in messages

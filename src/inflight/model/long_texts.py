@@ -16,7 +16,7 @@ LONG_TEXT = 16 * 1024
 _MOST_PER_TOKEN = 32
 """Largest average number of characters per token: prose has four, and code has fewer."""
 _SLACK = 64
-"""Largest number of tokens that cutting a text in two adds."""
+"""Largest number of additional tokens that result from cutting a text in two."""
 _one_at_a_time = threading.Lock()
 
 

@@ -1,4 +1,4 @@
-"""Which tokens of a step's sequences have the same prefix, so that a model computes the same values for them.
+"""Finds tokens of a step's sequences that have the same prefix, for which a model computes the same values.
 
 Completions of a group share their prompt. Turns and branches of an episode share the conversation so far, and all
 sequences rendered by one chat template share its first tokens.
@@ -36,12 +36,12 @@ def prefix_ids(rollouts: Sequence[Rollout]) -> Int64s:
 
 
 def shared_prefixes_of_texts(texts: Sequence[Int64s]) -> tuple[list[int], list[int]]:
-    """Return `shared_prefixes` of sequences of plain token ids."""
+    """Return the result of `shared_prefixes` for sequences of plain token ids."""
     return _shared([np.ascontiguousarray(text, ">u4").view("V4") for text in texts])
 
 
 def prefix_ids_of_texts(texts: Sequence[Int64s]) -> Int64s:
-    """Return `prefix_ids` of sequences of plain token ids."""
+    """Return the result of `prefix_ids` for sequences of plain token ids."""
     return _ids([len(text) for text in texts], *shared_prefixes_of_texts(texts))
 
 

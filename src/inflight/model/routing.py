@@ -132,7 +132,7 @@ class RoutingRecorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the model's next forward pass, which `take` then returns once."""
+        """Record the model's next forward pass. Afterwards, `take` returns the chosen experts once."""
         self._chosen = {}
         handles = [
             router.register_forward_hook(functools.partial(self._note, layer))
@@ -163,7 +163,7 @@ class RoutingRecorder:
 
 
 def replay_routing(causal_lm: Any, routers: Routers) -> None:
-    """Make a model's forward pass accept `REPLAYED`, the experts that replace those that its routers would choose.
+    """Make a model's forward pass accept `REPLAYED`: experts that are used instead of the routers' own choices.
 
     The argument is passed to each layer, so that a layer that is recomputed in the backward pass receives the same
     experts.

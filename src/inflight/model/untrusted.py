@@ -1,4 +1,4 @@
-"""Restrictions on untrusted model directories: they may neither run their own code nor name files elsewhere."""
+"""Restrictions on untrusted model directories: they may neither run their own code nor refer to files elsewhere."""
 
 from __future__ import annotations
 
