@@ -18,7 +18,7 @@ from inflight.rollouts.drafts import Drafter, DraftSource
 from inflight.wire import DraftHistory
 
 CONTINUED = "inflight_num_continued"
-"""Extra argument: how many of the prompt's last tokens were sampled by an earlier request that this one continues."""
+"""Extra argument: how many of the prompt's last tokens were sampled by an earlier request, which this one continues."""
 _LOG = logging.getLogger("vllm.inflight")  # vLLM shows only the records of loggers below its own
 
 
@@ -55,7 +55,7 @@ class HistoryProposer:
         """Do nothing, because there is no drafting model."""
 
     def record(self, history: DraftHistory, runner: Any) -> None:
-        """Replace the recorded completions of these prompts. ``runner`` is the worker's model runner."""
+        """Replace the recorded completions of the prompts in ``history``. ``runner`` is the worker's model runner."""
         self._source.record(history)
         self._runner = runner
 

@@ -80,9 +80,9 @@ class VllmEndpoint(
     """The vLLM server at ``url``, with inflight's plug-in installed.
 
     The first call asks the server how it was started. If it was started incorrectly, that call raises a `ConfigError`
-    that contains the correct command. ``api_key`` is the server's own. ``model_dir`` is the path at which this process
-    finds the checkpoint, if that differs from the server's path: manifests are checked against this checkpoint before
-    anything is sent, and the size of the vocabulary is read from it.
+    that contains the correct command. ``api_key`` is the key that the server itself requires. ``model_dir`` is the path
+    at which this process finds the checkpoint, if that differs from the server's path: manifests are checked against
+    this checkpoint before anything is sent, and the size of the vocabulary is read from it.
     """
 
     _release_arguments = flags.RELEASE_ARGUMENTS
@@ -210,19 +210,19 @@ class VllmEndpoint(
     # --------------------------------------------------------------------------------------------------- weights
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """Raises `TransferError` if the server has been replaced."""
+        """Request an update. Raises `TransferError` if the server has been replaced."""
         receiver = await self.receiver()
         if receiver.session.update is None:
             await self._refresh_label()
         await receiver.request(update)
 
     async def commit_weight_update(self, ref: UpdateRef) -> WeightVersion:
-        """Return without another query to the server, because its answer would take another sampling step."""
+        """Commit, and return without another query to the server, whose answer would take another sampling step."""
         await (await self.receiver()).commit(ref)
         return self._version(self._updates.session.state, await self.capabilities())
 
     async def weight_version(self) -> WeightVersion:
-        """The state is also PAUSED while another client has paused the server.
+        """Return the served version. The state is PAUSED even if another client paused the server.
 
         ``num_running`` counts this client's sequences, because vLLM's own count may be arbitrarily out of date.
         """
@@ -254,9 +254,9 @@ class VllmEndpoint(
             await self._routes.post("/collective_rpc", body)
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """vLLM computes the whole sequence without its prefix cache.
+        """Score a request. vLLM computes the whole sequence, without its prefix cache.
 
-        If the weights are updated in the meantime, it computes the sequence again.
+        If the weights are updated in the meantime, vLLM computes the sequence again.
         """
         can = await self.capabilities()
         require(can, Needs.of_score(request), "this endpoint")
@@ -300,7 +300,7 @@ class VllmEndpoint(
         return parse_rendered_prompt(answer, [url for message in request.messages for url in message.image_urls])
 
     async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        """vLLM's route always includes special tokens, so special tokens to be skipped are not sent."""
+        """Return the texts. vLLM's route always includes special tokens, so those to be skipped are not sent."""
 
         async def text(ids: Sequence[int]) -> str:
             tokens = [it for it in ids if not (skip_special_tokens and it in self._special_ids)]

@@ -96,7 +96,7 @@ def missing_routes(paths: Mapping[str, Any]) -> str | None:
 
 
 def is_without_dev_mode(paths: Mapping[str, Any]) -> bool:
-    """Return whether the routes are missing that vLLM offers only in development mode."""
+    """Return whether a server lacks the routes that vLLM offers only in development mode."""
     return not _DEV_ROUTES & set(paths)
 
 

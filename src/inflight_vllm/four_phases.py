@@ -142,7 +142,7 @@ class FourPhaseEndpoint(GeneratingEndpoint, ReceivingEndpoint, AbortingEndpoint,
         await receiver.request(update)
 
     async def weight_version(self) -> WeightVersion:
-        """The state is also PAUSED while another client has paused the server.
+        """Return the served version. The state is PAUSED even if another client paused the server.
 
         ``num_running`` counts this client's sequences.
         """
@@ -239,7 +239,7 @@ class FourPhaseKind(EngineKind):
     ) -> InferenceEndpoint:
         """Return an endpoint for a URL whose query has the fields of `FourPhaseOptions`.
 
-        Raises `ConfigError` for a wrong query, or if one of its directories does not exist.
+        Raises `ConfigError` if the query is invalid or if one of its directories does not exist.
         """
         address, _, query = url.partition("?")
         options = options_of_query(FourPhaseOptions, query)

@@ -57,7 +57,7 @@ class GeneratingEndpoint(AttachedEndpoint):
         check_sampling(sampling, can, speculates=self._speculates)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Cancelling the call closes its connection, which ends the request in vLLM."""
+        """Return the completions. Cancelling the call closes its connection, which ends the request in vLLM."""
         can = await self.capabilities()
         check_request(request, can, speculates=self._speculates)
 
@@ -99,8 +99,8 @@ class GeneratingEndpoint(AttachedEndpoint):
     ) -> list[Any]:
         """Add what vLLM streams, and return the last part of each completion.
 
-        If other weights sampled the first token of a completion, its first part is returned and was not added: the
-        completion is sampled again, as is one that vLLM refused because it is paused.
+        If other weights sampled the first token of a completion, its first part is returned without being added, and
+        the completion is sampled again. So is a completion that vLLM refused because it is paused.
         """
         last: dict[int, Any] = {}
         others: set[int] = set()

@@ -24,7 +24,7 @@ class VllmKind(EngineKind):
     release_arguments = flags.RELEASE_ARGUMENTS
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
-        """Runs the module, because the script ``vllm`` fails in CPU builds."""
+        """Return a command that runs the module, because the script ``vllm`` fails in CPU builds."""
         words = ["-m", flags.MODULE, "--model", str(options.model), "--host", host, "--port", str(port)]
         words += ["--served-model-name", options.name or options.model.resolve().name]
         for flag, value in (

@@ -88,7 +88,7 @@ class ReloadedModel:
     def find_layers(self, shapes: Mapping[str, Sequence[int]]) -> TracedLoad:
         """Return which layers load which tensors; only the first call traces the model.
 
-        ``shapes`` are those of all tensors of the checkpoint.
+        ``shapes`` contains the shapes of all tensors in the checkpoint.
         """
         if self.is_dirty:
             self._put_back()
@@ -97,7 +97,7 @@ class ReloadedModel:
         return self._traced
 
     def companions(self, names: Iterable[str], shapes: Mapping[str, Sequence[int]]) -> list[str]:
-        """Return the other tensors of the layers that use the named tensors, because they must be loaded together.
+        """Return the other tensors of the layers that use the named tensors, because these must be loaded together.
 
         ``shapes`` has the same meaning as for `find_layers`. Raises `UnsupportedError` if it cannot be determined which
         tensors a layer loads.

@@ -48,8 +48,8 @@ def check_request(request: GenerateRequest, can: Capabilities, *, speculates: bo
 def check_sampling(sampling: SamplingParams, can: Capabilities, *, speculates: bool) -> None:
     """Raise `UnsupportedError` if the server cannot sample as the contract requires.
 
-    These are combined filters that vLLM applies in a different order, seeds that the server does not honour, and seeds
-    or min-p if the server ``speculates``, that is, verifies drafts.
+    It cannot with combined filters that vLLM applies in a different order, with seeds that the server does not honour,
+    or with seeds or min-p if the server ``speculates``, that is, verifies drafts.
     """
     if speculates and sampling.min_p > 0:
         raise UnsupportedError(

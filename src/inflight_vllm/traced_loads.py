@@ -112,15 +112,17 @@ class TracedLoad:
     computed: Collection[str]
     """Names of the tensors from which the loaders compute something."""
     problem: str | None
-    """What could not be traced: a parameter whose loader uses unknown tensors, or all weights; None if nothing."""
+    """What could not be traced: a parameter whose loader uses unknown tensors, or all weights; None if everything was
+    traced.
+    """
 
     def repeatable(
         self, tensors: Mapping[str, torch.Tensor], suits: Callable[[TracedLayer], bool]
     ) -> list[TracedLayer]:
         """Return the layers that can be loaded by repeating their writes, and for which ``suits`` returns True.
 
-        No other layer needs any of their tensors. The result is empty if any tensor's shape differs from the traced
-        one.
+        A layer is left out if a layer that is not returned also needs one of its tensors. The result is empty if any
+        tensor's shape differs from the traced one.
         """
         if self.problem is not None or any(
             tuple(tensor.shape) != tuple(self.shapes.get(name, ())) for name, tensor in tensors.items()

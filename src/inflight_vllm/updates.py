@@ -95,11 +95,11 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
 
     @property
     def kept(self) -> UpdateRef | None:
-        """Return the update that the engine reported when the current group was formed."""
+        """Return the update that the engine has kept: as reported when the group was formed, or as committed since."""
         return self._kept
 
     async def join(self, spec: TransportSpec) -> None:
-        """End the session and the pause of a dead publisher first, then join."""
+        """Join the group, after ending the session and the pause that a dead publisher left open."""
         self._joining = spec
         async with self._lock:
             self._require(spec)
