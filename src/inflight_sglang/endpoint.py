@@ -66,14 +66,14 @@ class SglangEndpoint(
     """The SGLang server at ``url``; nothing needs to be installed there. It can stream if `inflight serve` started it.
 
     The first call asks the server how it was started. If it was started incorrectly, that call raises a `ConfigError`
-    that contains the correct command. ``api_key`` is the server's own. ``model_dir`` is the path at which this process
-    finds the checkpoint, if that differs from the server's path: manifests are checked against this checkpoint before
-    anything is sent, and the size of the vocabulary is read from it.
+    that contains the correct command. ``api_key`` is the key that the server itself requires. ``model_dir`` is the path
+    at which this process finds the checkpoint, if that differs from the server's path: manifests are checked against
+    this checkpoint before anything is sent, and the size of the vocabulary is read from it.
 
     ``updates`` selects where weights are received. ``staged`` updates are received and verified in this process; the
     commit loads them from files that both sides can see. ``native`` updates are received directly by the engine, whose
     weights are torn if the update stops halfway. None means staged for a server on this host's CPU with one rank, and
-    native otherwise. With staged updates, SGLang's own ``/model_info`` and ``/v1/models`` name the files last loaded,
+    native otherwise. With staged updates, SGLang's own ``/model_info`` and ``/v1/models`` report the files last loaded,
     which no longer exist.
 
     Requests with seeds are refused unless the server was started with ``--enable-deterministic-inference``. A drain
@@ -133,7 +133,7 @@ class SglangEndpoint(
     # ---------------------------------------------------------------------------------------------------- weights
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """Raises `TransferError` if the server has been replaced."""
+        """Request an update. Raises `TransferError` if the server has been replaced."""
         receiver = await self.receiver()
         if reason := misaligned(update):
             raise UpdateRefusedError(f"update to version {update.version} refused: {reason}")
@@ -144,7 +144,7 @@ class SglangEndpoint(
         await receiver.request(update)
 
     async def weight_version(self) -> WeightVersion:
-        """The state is also PAUSED while another client has paused the server.
+        """Return the served version. The state is PAUSED even if another client paused the server.
 
         ``num_running`` is the server's own count, which includes other clients' requests.
         """
@@ -170,7 +170,7 @@ class SglangEndpoint(
         check_sampling(sampling, self._attached.limits)
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Cancelling the call closes its connection, which ends the request in the server."""
+        """Return the completions. Cancelling the call closes its connection, which ends the request in the server."""
         can, limits = await self.capabilities(), self._attached.limits
         check_request(request, limits)
         require(can, Needs.of_request(request), self.name)
@@ -193,7 +193,7 @@ class SglangEndpoint(
         return await self._gate.sample(request, self._label, send, version_labels_of)
 
     async def _read(self, request: GenerateRequest, index: int, asked: SentRequest, stream: TokenStream) -> Any:
-        """Add what SGLang streams, and return its last part, or its first if other weights sampled the first token."""
+        """Add what SGLang streams, and return the last part, or the first if other weights sampled the first token."""
         limits = self._attached.limits
         body = body_of(request, limits, {index: asked}) | {"stream": True}
         events = self._routes.events("/generate", body, self._generate_timeout_s)
@@ -216,9 +216,9 @@ class SglangEndpoint(
         return item
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """SGLang uses cached prefixes before ``start``.
+        """Score a request. SGLang uses cached prefixes before ``start``.
 
-        If the weights are updated in the meantime, it computes the scores again.
+        If the weights are updated in the meantime, SGLang computes the scores again.
         """
         can, limits = await self.capabilities(), self._attached.limits
         require(can, Needs.of_score(request), "this endpoint")
@@ -242,7 +242,7 @@ class SglangEndpoint(
         return list(answer["tokens"]), ()
 
     async def _decode(self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
-        """Empty sequences are not sent, because SGLang does not decode them."""
+        """Return the texts. Empty sequences are not sent, because SGLang does not decode them."""
         asked = [list(ids) for ids in token_ids if ids]
         if not asked:
             return [""] * len(token_ids)

@@ -57,7 +57,7 @@ class Problem:
 def restart_command(url: str, info: Mapping[str, Any], remedy: Sequence[str]) -> str:
     """Return a shell command that restarts the server at ``url`` correctly.
 
-    ``info`` is the answer of ``/server_info``. If an argument occurs twice, SGLang uses the last occurrence.
+    ``info`` is the response from ``/server_info``. If an argument occurs twice, SGLang uses the last occurrence.
     """
     words = ["python", "-m", MODULE]
     if isinstance(given := info.get("launch_command"), str):
@@ -216,7 +216,7 @@ def probe_of_logprobs(token_id: int) -> dict[str, Any]:
 
 
 def probe_of_streams(token_id: int) -> dict[str, Any]:
-    """Return a body of ``POST /generate`` for a stream whose first event shows whether it carries version labels."""
+    """Return a body of ``POST /generate`` for a stream whose first event shows whether streams carry version labels."""
     params = {"max_new_tokens": 64, "ignore_eos": True, "temperature": 0.0}
     return {"input_ids": [token_id], "sampling_params": params, "stream": True}
 

@@ -54,7 +54,7 @@ class LoadedWeights:
         self._base.require(name for name in changed_names(update.manifest) if name not in adapted)
 
     def prepare(self, update: WeightUpdate, arrived: Named) -> Named:
-        """Return the tensors to load in addition to the received tensors, or instead of these for a LoRA. Blocks."""
+        """Return the tensors to load in addition to the received tensors, or, for a LoRA, instead of them. Blocks."""
         if self._base is None:
             return []
         load = self._adapted.prepare(update.manifest, arrived, self._base.tensor)

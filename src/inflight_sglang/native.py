@@ -62,7 +62,7 @@ class NativeSink(BucketSink):
         return None
 
     async def join(self, spec: TransportSpec) -> None:
-        """End the session and the pause of a dead publisher first, then join."""
+        """Join the group, after ending the session and the pause that a dead publisher left open."""
         from inflight.weights.transports.membership import AnnouncedRanks
 
         assert isinstance(spec, ProcessGroupSpec)  # the only supported transport

@@ -101,6 +101,6 @@ async def _pause(routes: EngineRoutes, mode: str) -> None:
 
 
 async def _flush(routes: EngineRoutes) -> bool:
-    """Empty the prefix cache. Return False if requests are running, because SGLang then refuses to."""
+    """Empty the prefix cache. Return False if requests are running, because SGLang then refuses to do so."""
     status, _ = await routes.ask("POST", "/flush_cache")
     return status == 200

@@ -32,7 +32,8 @@ from inflight_sglang.checkpoint_files import CheckpointFiles
 STUCK_S = 1860.0
 """Slightly longer than torch waits for a broadcast in a group that SGLang joined."""
 _NO_FILES = "Failed to get weights iterator: Cannot find any model weights"
-"""SGLang's answer for an empty directory that it can see. It looks up a directory that it cannot see on the Hub."""
+"""SGLang's answer for an empty directory that it can see. If SGLang cannot see a directory, it searches the Hub for it.
+"""
 
 
 class SglangUpdates(PausableEngine, ReleasableEngine):

@@ -1,7 +1,7 @@
 """Version labels in every streamed output of SGLang, which itself adds them only to the last one. Only SGLang loads it.
 
-`inflight serve` puts this directory on the path of the server that it starts, where SGLang finds it as a plug-in.
-Nothing of inflight is imported here, because inflight need not be installed in SGLang's environment.
+`inflight serve` puts this directory on the path of the server that it starts, where SGLang finds it as a plug-in. No
+part of inflight is imported here, because inflight need not be installed in SGLang's environment.
 """
 
 from __future__ import annotations
