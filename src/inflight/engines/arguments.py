@@ -20,7 +20,7 @@ def integer_in(arguments: Sequence[str], *flags: str) -> int | None:
 
 
 def number_in(arguments: Sequence[str], *flags: str) -> float | None:
-    """Return the value of a flag, which has the names ``flags``, in an engine's arguments; None if the flag is not set.
+    """Return the value of a flag with the alternative names ``flags`` in an engine's arguments; None if it is not set.
 
     Accepts ``--flag N``, ``--flag=N`` and underscores in place of dashes; the last occurrence counts. Raises
     `ConfigError` if the value is not a number.

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class AttachedEndpoint(ABC):
-    """One engine's server, called through ``routes``, of which ``label_path`` returns the label of the weights.
+    """One engine's server, called through ``routes``. Its route ``label_path`` returns the label of the weights.
 
     A subclass lists `ReceivingEndpoint`, `AbortingEndpoint` and `ReleasingEndpoint` as base classes after this one.
 
@@ -80,7 +80,7 @@ class AttachedEndpoint(ABC):
         """
 
     def _is_torn(self, served: ServedVersion) -> bool:
-        """Return whether the weights are torn, given the parsed label of the server."""
+        """Return whether the weights are torn, given the server's parsed label."""
         return served.torn
 
     async def capabilities(self) -> Capabilities:
@@ -155,7 +155,7 @@ class AttachedEndpoint(ABC):
     async def generate(self, request: GenerateRequest) -> GenerateResponse: ...
 
     def generate_stream(self, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Closing the iterator ends the request. Raises `UnsupportedError` if streaming is not supported."""
+        """Yield chunks; closing the iterator ends the request. Raises `UnsupportedError` without streaming support."""
         stream = TokenStream(request, lambda: self._updates.session.version)
 
         async def sample() -> None:
@@ -171,7 +171,7 @@ class AttachedEndpoint(ABC):
         """Add the tokens that the server samples to ``stream``. Return the result of `RequestGate.sample`."""
 
     async def abort_requests(self, requests: AbortRequests) -> None:
-        """End requests of this instance only, because ids are unique only among one caller's requests."""
+        """End requests that this instance has sent; ids are unique only among one caller's requests."""
         require(await self.capabilities(), Needs(partial_rollouts=True), self.name)
         await self._gate.abort(requests.request_ids, self._end)
 

@@ -45,7 +45,7 @@ second.
 """
 _ASSIGNED_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _NUM_PORTS = 12_000
-"""Number of ports below the range of assigned ports from which an engine's port is chosen."""
+"""An engine's port is chosen from this many ports below the range of assigned ports."""
 _NUM_TRIED = 16
 _QUOTED_LINES = 20
 _QUOTED_WIDTH = 300

@@ -89,7 +89,7 @@ class _RunningRequest:
     """One request of this client."""
 
     asked: Mapping[int, SentRequest] = field(default_factory=dict)
-    """The completions, by their index, that were sent to the engine and have not been answered."""
+    """The completions, by index, that were sent to the engine and have not been answered."""
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 

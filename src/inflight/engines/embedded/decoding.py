@@ -31,7 +31,7 @@ Recorded = tuple[Callable[[], None], torch.Tensor]
 
 _FEWEST_PLACES = 64
 _ROWS = 8
-"""Numbers of rows above this one are rounded up to a multiple of it."""
+"""Numbers of rows above this are rounded up to a multiple of it."""
 
 
 class Decoder:
@@ -91,7 +91,7 @@ def num_rows(num: int, most: int) -> int:
 
 
 def num_places(num: int, most: int) -> int:
-    """Return how many positions, at most ``most``, a step attends to if its longest sequence has ``num``."""
+    """Return how many positions, at most ``most``, a step attends to if its longest sequence has ``num`` of them."""
     return min(most, max(_FEWEST_PLACES, 1 << (num - 1).bit_length()))
 
 

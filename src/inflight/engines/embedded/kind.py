@@ -24,7 +24,7 @@ class EmbeddedKind(EngineKind):
         return GpuUse(memory_share=None, stages_on_gpu=True)
 
     def load(self, options: EngineOptions) -> InferenceEndpoint:
-        """Load the model. Also set the number of torch's threads in this process, if the options specify one."""
+        """Load the model. Also set the number of torch threads in this process, if the options specify it."""
         import torch
 
         from inflight.engines.embedded.loading import load_endpoint

@@ -20,7 +20,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class StoredTensors:
-    """Which stored tensors make up each parameter of a model, by name. Holds no tensors itself.
+    """Maps each parameter of a model to the stored tensors that make it up, by name. Holds no tensors itself.
 
     Stored tensors are the tensors of a checkpoint; updates send the same tensors. Most parameters are stored whole. A
     parameter that holds the matrices of all experts in a layer is stored as one tensor per matrix.
@@ -29,7 +29,8 @@ class StoredTensors:
     def __init__(self, model: Any) -> None:
         names = stored_names(model)
         self._parts: dict[str, tuple[str, ...]] = {}
-        """The names of each parameter's stored tensors, in order; a parameter that is stored whole has its own name."""
+        """The names of each parameter's stored tensors, in order; for a parameter that is stored whole, its own name.
+        """
         for name, parameter in model.named_parameters():
             self._parts[names[name]] = _expert_names(model, name, parameter) or (names[name],)
         self._owners = {part: name for name, parts in self._parts.items() for part in parts}

@@ -22,7 +22,7 @@ _MAX_WAITING = 16 * 1024
 
 
 def _uniforms(seed: str | None) -> Callable[[], float]:
-    """Return a function that draws numbers from [0, 1). Its state of 2.5 kB is created by the first draw."""
+    """Return a function that draws numbers from [0, 1). The first draw creates its state of 2.5 kB."""
     draw: Callable[[], float] | None = None
 
     def next_one() -> float:

@@ -22,8 +22,8 @@ Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 Style = Literal["answer", "grown"]
 
 _LONGEST_ENDS = 160
-"""Maximum total length of all suffixes. For answers of up to sixteen characters, suffixes grow by one character at a
-time.
+"""Maximum total length of the suffixes in a demonstration. For answers of up to sixteen characters, suffixes grow by
+one character at a time.
 """
 _MAX_TOKENS_PER_STEP = 3072
 """Maximum number of tokens per imitation step, padding included, so that longer problems do not slow down a step."""
