@@ -40,7 +40,7 @@ Stamp = tuple[str, tuple[tuple[str, int, int], ...]]
 
 
 class DirectoryUpdates:
-    """Updates the endpoints to which ``publisher`` is connected, in one update at a time. Belongs to one event loop.
+    """Updates the endpoints to which ``publisher`` is connected, one update at a time. Belongs to one event loop.
 
     Only directories below ``root`` are read. ``model_dir`` is the checkpoint that the endpoints were started with. If
     no call follows a pause, it ends after ``lease_s`` seconds. An update may take ``timeout_s`` seconds. ``note``
@@ -145,9 +145,10 @@ class DirectoryUpdates:
     ) -> int:
         """Serve the weights of a checkpoint directory on every endpoint, ending any pause, and return their version.
 
-        A repeated call for a directory that is already served and has not changed does nothing. ``in_flight`` applies
-        unless sampling is paused. Raises `InvalidRequestError`, without changing anything, for a directory that is not
-        below the root or cannot be used. Raises `PublishError` if an endpoint did not apply the update.
+        A repeated call for a directory that is already served and has not changed only sets the label and ends any
+        pause. ``in_flight`` applies unless sampling is paused. Raises `InvalidRequestError`, without changing anything,
+        for a directory that is not below the root or cannot be used. Raises `PublishError` if an endpoint did not apply
+        the update.
         """
         directory = self._directory(path)
         return await self._alone(lambda: self._load(directory, label, in_flight))
@@ -324,7 +325,7 @@ def _require(report: PublishReport) -> None:
 
 
 def policy_of(mode: str, *, clears_cache: bool) -> InFlightPolicy:
-    """Return the in-flight policy of a pause: ``keep`` freezes running requests, ``wait`` lets them finish.
+    """Return a pause's policy: ``keep`` freezes running requests, ``wait`` lets them finish, ``abort`` ends them.
 
     Raises `InvalidRequestError`.
     """

@@ -1,4 +1,4 @@
-"""Parts that the dialects' servers share: a pool of endpoints, and routes, some of which need the control token."""
+"""Components shared by the dialects' servers: a pool of endpoints, and routes, some of which need the control token."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def fast_llm_rank_of(init_method: str, *, rank: int, world_size: int, timeout_s:
 def receive_header(group: BroadcastGroup, timeout_s: float) -> TensorHeader | None:
     """Return the next tensor's header, or None at the end of the update.
 
-    Raises `TransferError`, also if the header is refused; the group is then abandoned.
+    Raises `TransferError` if a transfer fails or the header is refused; the group is then abandoned.
     """
     length = torch.zeros(1, dtype=torch.int64)
     group.broadcast(length, timeout_s, "receiving the length of a header")

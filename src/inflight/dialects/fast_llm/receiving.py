@@ -80,7 +80,7 @@ class FollowedTrainer:
         """Yield the version of each update with its report, or with the reason why not every endpoint serves it.
 
         Ends, after leaving the group, when training has finished. An update that does not fit the model, or that an
-        endpoint refuses, is received to its end and yielded with the reason. Raises `TransferError` if the trainer,
+        endpoint refuses, is received completely and yielded with the reason. Raises `TransferError` if the trainer,
         another rank or Redis is lost, and the errors of `publish_weights` except `PublishError`. The group is then
         abandoned, and the endpoints keep serving their weights.
         """
@@ -103,7 +103,7 @@ class FollowedTrainer:
             self._group.abort()
 
     def _receive(self) -> tuple[list[TensorSpec], dict[str, torch.Tensor]]:
-        """Receive one update to its end; return its weights' specifications, and the tensors that fit the model."""
+        """Receive one complete update; return its weights' specifications, and the tensors that fit the model."""
         specs: list[TensorSpec] = []
         tensors: dict[str, torch.Tensor] = {}
         for _ in range(_MAX_TENSORS):

@@ -232,7 +232,7 @@ def _one(
     label_of: Callable[[int], str],
     decode: Callable[[Sequence[int]], str] | None,
 ) -> dict[str, Any]:
-    """Return one completion in the form in which ``/generate`` answers."""
+    """Return one completion in the format of a response from ``/generate``."""
     spans = weight_versions_of(completion.version_spans, label_of)
     reason: dict[str, Any] = {"type": completion.finish_reason}
     if completion.finish_reason == "length":

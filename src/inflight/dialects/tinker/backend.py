@@ -1,4 +1,4 @@
-"""The interface that the server of Tinker's API needs from trainers and inference servers."""
+"""The interface that a Tinker API server needs from trainers and inference servers."""
 
 from __future__ import annotations
 

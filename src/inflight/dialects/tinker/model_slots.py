@@ -1,4 +1,4 @@
-"""Decides which models of a server of Tinker's API have ranks: at most as many as the backend can train at a time.
+"""Decides which models of a Tinker API server have ranks: at most as many as the backend can train at a time.
 
 Any other model is parked: its state is on disk, and it receives ranks again when a client calls it.
 """

@@ -1,4 +1,4 @@
-"""Conversion of Tinker's data to micro-batches, and of a micro-batch's logprobs and losses to those of the data.
+"""Converts Tinker's data to micro-batches, and a micro-batch's logprobs and losses to those of each datum.
 
 A datum of N tokens becomes a segment of N + 1: row i, the prediction after token i, is the target at index i + 1.
 
@@ -98,7 +98,7 @@ def micro_batch_of(data: Sequence[Datum], loss: TinkerLoss, *, share_prefixes: b
 def loss_of(
     packed: PackedData, logprobs_TK: torch.Tensor, loss: TinkerLoss, settings: Mapping[str, float]
 ) -> torch.Tensor:
-    """Return the loss of a micro-batch, a scalar, in at least float32."""
+    """Return the loss of a micro-batch as a scalar in at least float32."""
     return _loss_of_targets(packed, logprobs_TK, loss, settings).sum()
 
 

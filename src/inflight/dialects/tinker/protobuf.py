@@ -57,7 +57,7 @@ _MESSAGES: dict[str, str] = {
     "TopkLogprobs": "token_ids=1 bytes, logprobs=2 bytes, k=3 uint32, length=4 uint32",
 }
 """Each field is written as its name, number, labels and type. The keys of maps are strings. ``version_spans`` is an
-addition of inflight that the SDK ignores.
+inflight extension that the SDK ignores.
 """
 _DType = descriptor_pb2.FieldDescriptorProto
 _SCALARS = {

@@ -1,4 +1,4 @@
-"""Sampling sessions of a server of Tinker's API: the weights from which each one samples, and its calls."""
+"""Sampling sessions of a Tinker API server: the weights from which each one samples, and its calls."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class SamplingSessions:
             await asyncio.to_thread(shutil.rmtree, snapshot / unused, ignore_errors=True)
 
     async def delete_snapshots(self, is_finished: Callable[[str], bool]) -> None:
-        """Delete snapshots that belong to finished sessions, are long unused, or exceed the maximum number."""
+        """Delete snapshots that belong to finished sessions, have long been unused, or exceed the maximum number."""
         of_use = sorted(
             ((key, it) for key, it in self._samplers.items() if it.snapshot is not None), key=lambda it: it[1].used_at
         )

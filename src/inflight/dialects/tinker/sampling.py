@@ -1,4 +1,4 @@
-"""Sampling and scoring for Tinker's API: conversion of its requests to the contract's, and of the answers back.
+"""Sampling and scoring for Tinker's API: converts its requests to the contract's format, and the answers back.
 
 Shape suffixes: N prompt tokens, K alternatives.
 """

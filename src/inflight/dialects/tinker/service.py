@@ -1,4 +1,4 @@
-"""The state of a server of Tinker's API: sessions, models in training and their calls, and saved models."""
+"""The state of a Tinker API server: sessions, models in training and their calls, and saved models."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class TinkerService:
             await self._end_models(session_id)
 
     async def end_idle_sessions(self, interval_s: float = 30.0) -> None:
-        """Until cancelled, end sessions whose clients were silent for `IDLE_S`, and delete unused and expired files."""
+        """Until cancelled, end sessions without a heartbeat for `IDLE_S`, and delete unused and expired files."""
         while True:
             await asyncio.sleep(interval_s)
             await asyncio.to_thread(self.store.delete_expired)
@@ -338,7 +338,7 @@ class TinkerService:
         return self._model(asked.model_id).calls.submit(asked.seq_id, content, execute)
 
     def load_weights(self, asked: LoadWeights, content: bytes) -> str:
-        """Load a checkpoint into a model that has received no other call."""
+        """Return the request id of a future that loads a checkpoint into a model that has received no other call."""
         if asked.model_id is None or asked.seq_id is None:
             return self.load_model(asked)
         model = self._model(asked.model_id)

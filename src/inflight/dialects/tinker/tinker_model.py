@@ -1,4 +1,4 @@
-"""Models in training on a server of Tinker's API."""
+"""Models in training on a Tinker API server."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class DialectMessage(BaseModel):
 
 
 class EngineSampling(DialectMessage):
-    """Sampling parameters under vLLM's names; those that inflight does not support must have their neutral values."""
+    """Sampling parameters under vLLM's names; unsupported ones must have their neutral values."""
 
     n: int = 1
     max_tokens: int | None = None
@@ -59,7 +59,7 @@ class EngineSampling(DialectMessage):
     detokenize: bool = True
 
     def sampling(self) -> SamplingParams:
-        """Return these as the contract's parameters. Raises `InvalidRequestError`."""
+        """Return these parameters in the contract's format. Raises `InvalidRequestError`."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         try:
             return SamplingParams(
@@ -203,7 +203,7 @@ def score_request(token_ids: Sequence[int], top_k: int) -> ScoreRequest:
 
 
 def weight_versions_of(spans: Sequence[VersionSpan], label_of: Labels) -> list[dict[str, Any]]:
-    """Return version spans in the form in which vLLM and SGLang report them."""
+    """Return version spans in the format of vLLM and SGLang."""
     return [{"version": label_of(it.version), "start": it.start, "end": it.end} for it in spans]
 
 
