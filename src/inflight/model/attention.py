@@ -4,8 +4,9 @@ Segments of similar length form a class. Each class is gathered into one right-p
 place. A token attends only to earlier tokens, so padding on the right has no effect and needs no mask.
 
 Segments may share prefixes. The row then contains each shared token once, and every segment is gathered with all of its
-tokens. The result for a shared token is taken from the first of its segments, because all of them compute the same.
-Attention is thus computed for every whole segment, and everything else in a layer once for each token of the row.
+tokens. The result for a shared token is taken from the first of its segments, because all of them compute the same
+result. Attention is thus computed for every whole segment, and everything else in a layer once for each token of the
+row.
 
 Shape suffixes: S tokens of all segments, T packed tokens (S without those that repeat a shared prefix), P padded slots,
 N segments of one class, L tokens of the longest segment of a class, A heads, D head size.

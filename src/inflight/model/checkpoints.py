@@ -252,7 +252,7 @@ def _one_line(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The file of a tensor, and its shape and dtype from the header. ``dtype`` is None if it is not a trainable one."""
+    """The file of a tensor, and its shape and dtype from the header. ``dtype`` is None if it is not trainable."""
 
     file: Path
     shape: tuple[int, ...]

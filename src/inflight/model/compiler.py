@@ -1,4 +1,4 @@
-"""What torch's compiler requires of a machine."""
+"""Checks what torch's compiler requires of a machine."""
 
 from __future__ import annotations
 
