@@ -18,7 +18,7 @@ from inflight.rollouts.drafts import Drafter, DraftSource
 from inflight.wire import DraftHistory
 
 CONTINUED = "inflight_num_continued"
-"""Extra argument: how many of the prompt's last tokens were sampled by an earlier request, which this one continues."""
+"""Extra argument: the number of the prompt's last tokens that the continued request sampled."""
 _LOG = logging.getLogger("vllm.inflight")  # vLLM shows only the records of loggers below its own
 
 

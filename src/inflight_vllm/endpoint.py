@@ -210,7 +210,7 @@ class VllmEndpoint(
     # --------------------------------------------------------------------------------------------------- weights
 
     async def request_weight_update(self, update: WeightUpdate) -> None:
-        """Request an update. Raises `TransferError` if the server has been replaced."""
+        """Request an update. If the server was replaced, this or the first bucket raises `TransferError`."""
         receiver = await self.receiver()
         if receiver.session.update is None:
             await self._refresh_label()

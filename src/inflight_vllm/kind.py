@@ -75,7 +75,7 @@ class VllmKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """Return an endpoint for a vLLM server; the token is that of vLLM's ``--api-key``."""
+        """Return an endpoint for a vLLM server; ``token`` is the value of vLLM's ``--api-key``."""
         return VllmEndpoint(
             url, api_key=token, control_timeout_s=control_timeout_s, generate_timeout_s=generate_timeout_s
         )

@@ -170,7 +170,7 @@ def _sampling(sampling: SamplingParams, start: int, num: int, room: int) -> dict
 
 
 def _first_seed(seed: int) -> int:
-    """Return the seed of completion 0. vLLM counts up from it, so neighbouring seeds must map far apart."""
+    """Return the seed of completion 0. vLLM counts up from it, so neighbouring seeds must map to distant ones."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=7).digest())
 
 
@@ -226,7 +226,7 @@ def is_refused_for_now(status: int, answer: Any) -> bool:
 
 
 def choices_of(answers: Sequence[Any]) -> list[Any]:
-    """Return vLLM's answer for each completion of `bodies_of`. Raises `ProtocolError` if an answer cannot be read."""
+    """Return vLLM's answer for each completion in `bodies_of`. Raises `ProtocolError` if an answer cannot be read."""
     with protocol_errors(GENERATE):
         return [
             choice | {"metrics": answer.get("metrics") if len(answer["choices"]) == 1 else None}

@@ -61,7 +61,7 @@ class TracedLayer:
     sources: set[str] = field(default_factory=set)
     writes: list[Write] = field(default_factory=list)
     does_more: bool = False
-    """Whether the layer's loaders do anything else, so that repeating the writes does not suffice."""
+    """Whether the layer's loaders do more than these writes, so that repeating the writes does not suffice."""
 
     def is_filled(self) -> bool:
         """Return whether the writes cover each element of each parameter exactly once and the layer has no buffers."""
@@ -110,7 +110,7 @@ class TracedLoad:
     layers: Sequence[TracedLayer]
     shapes: Mapping[str, Sequence[int]]
     computed: Collection[str]
-    """Names of the tensors from which the loaders compute something."""
+    """Names of the tensors that the loaders use in computations, not only in copies."""
     problem: str | None
     """What could not be traced: a parameter whose loader uses unknown tensors, or all weights; None if everything was
     traced.

@@ -8,9 +8,9 @@ answering, and a receive can be aborted. Only ``finish_weight_update`` changes t
 the old weights are still served. ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, because
 vLLM's own calls cannot return it.
 
-The thread also prepares the load. It completes a partial update with the tensors that vLLM keeps in the same layers,
-and merges a LoRA into its base. If those tensors are no longer known, the update is refused when it begins. Weights are
-staged while vLLM samples, without a pause; only ``finish_weight_update`` requires one.
+The thread also prepares the load. It adds the other tensors of the same layers to a partial update, and merges a LoRA
+into its base. If those tensors are no longer known, the update is refused when it begins. Weights are staged while vLLM
+samples, without a pause; only ``finish_weight_update`` requires one.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class JoinInfo:
 
 @dataclass
 class UpdateInfo:
-    """``update_info``, in which ``source`` names the action.
+    """``update_info``, in which ``source`` selects the action.
 
     ``begin`` begins an update, ``bucket`` receives one bucket of it, ``forget`` discards the received buckets, and
     ``drop`` leaves the group. ``update`` is the body of a `WeightUpdate`, and ``transfer`` that of a `BucketTransfer`.
