@@ -110,7 +110,7 @@ def _refusal(routes: EngineRoutes, info: Mapping[str, Any], problem: Problem) ->
 async def _probed(routes: EngineRoutes, info: Mapping[str, Any]) -> tuple[Problem | None, bool]:
     """Return a problem if logprobs are not those of the scaled logits, and whether streams carry version labels.
 
-    A paused server is not asked; its streams count as unlabelled.
+    A paused server is not probed; its streams count as unlabelled.
     """
     status, _ = await routes.ask("GET", "/ready")
     if status != 200:

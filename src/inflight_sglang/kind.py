@@ -31,7 +31,9 @@ _CPU_ARGUMENTS = (
 """``--max-total-tokens`` limits the cache, so the share of memory only has to be large: SGLang refuses to start if all
 processes together allocate more than this share of the available memory while it loads the model."""
 _CPU_SEQUENCES = 64
-"""Number of sequences that run concurrently on a CPU, unless the options specify another or the cache holds fewer."""
+"""Number of sequences that run concurrently on a CPU, unless the options specify another number or the cache holds
+fewer.
+"""
 _CPU_CACHE_BYTES = 2 << 30
 """Maximum size of the KV cache on a CPU, unless the options imply a larger one."""
 
@@ -103,7 +105,7 @@ class SglangKind(EngineKind):
     def connect(
         self, url: str, *, token: str | None, control_timeout_s: float, generate_timeout_s: float
     ) -> InferenceEndpoint:
-        """Return an endpoint; the token is that of SGLang's ``--api-key``, and ``?updates=`` sets ``updates``.
+        """Return an endpoint; ``token`` is the value of SGLang's ``--api-key``, and ``?updates=`` sets ``updates``.
 
         Raises `ConfigError` for any other query.
         """

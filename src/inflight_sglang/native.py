@@ -53,7 +53,7 @@ class NativeSink(BucketSink):
 
     @property
     def has_applied(self) -> bool:
-        """Return whether a bucket may be in the model; also True while one is being loaded."""
+        """Return whether a bucket may be in the model, even if only because one is being loaded."""
         return self._engine.has_loaded or self._engine.is_loading
 
     @property
