@@ -1,4 +1,4 @@
-"""Command-line arguments that several kinds of checks share: those that specify the endpoint or the worker."""
+"""Command-line arguments that specify the endpoint or the worker, shared by several commands."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def add_endpoint_arguments(
 
 
 def add_pair_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--option`` and ``--worker-option`` of commands that compare an endpoint with a worker."""
+    """Add ``--option`` and ``--worker-option``, for commands that compare an endpoint with a worker."""
     for name, what in (("--option", "endpoint's factory"), ("--worker-option", "worker")):
         parser.add_argument(
             name,
@@ -58,7 +58,7 @@ def add_pair_options(parser: argparse.ArgumentParser) -> None:
 
 
 def endpoint_of(arguments: argparse.Namespace, options: dict[str, Any]) -> EndpointTarget:
-    """Return the endpoint that these arguments specify. Raises `ConfigError`."""
+    """Return the endpoint that these arguments specify. Raises `ConfigError` if they are invalid."""
     if (arguments.target is None) == (arguments.serve is None):
         raise ConfigError("specify which endpoint to check: exactly one of a URL, module:function and --serve COMMAND")
     if arguments.model is not None and not arguments.model.is_dir():

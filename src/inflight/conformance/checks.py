@@ -34,7 +34,7 @@ LEVELS: Mapping[Kind, tuple[str, ...]] = {
     "worker": ("discovery", "forward", "packing", "gradient", "step", "gather", "sharded", "checkpoint", "lora"),
     "transport": ("group", "bytes", "failures", "abort"),
 }
-"""The levels of each kind's checks, in their order."""
+"""The levels of each kind's checks, in order."""
 
 
 class CheckFailed(Exception):  # noqa: N818 - an outcome, not an error
@@ -86,7 +86,7 @@ def check(
 
     ``needs`` is a list of words separated by spaces. The check calls the function with the subject and ``parameters``.
     The first paragraph of the docstring is the requirement, in which ``{name}`` stands for a parameter. The level is
-    ``LEVEL`` of the function's module.
+    the constant ``LEVEL`` of the function's module.
     """
 
     def added(function: Function) -> Function:
@@ -109,8 +109,8 @@ def check(
 
 
 def look_at(hint: str) -> Callable[[Function], Function]:
-    """Return a decorator that sets ``look_at`` of the function's checks, for texts that do not fit into a line of
-    `check`."""
+    """Return a decorator that sets the ``look_at`` of the function's checks, for hints that are too long for the line
+    of the `check` decorator."""
 
     def added(function: Function) -> Function:
         vars(function)["look_at"] = hint
@@ -155,7 +155,7 @@ def select(checks: Iterable[Check], ids: Iterable[str] = (), levels: Iterable[st
 
 
 def require_levels(kind: Kind, names: Iterable[str]) -> None:
-    """Raise `ConfigError`, which lists the levels of this kind, unless each of these names is one of them."""
+    """Raise a `ConfigError` that lists the levels of this kind unless every name is one of them."""
     for name in names:
         if name not in LEVELS[kind]:
             problem = f"no such level: {name}" if name else "--level needs a name"

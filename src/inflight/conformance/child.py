@@ -1,7 +1,8 @@
-"""A process that runs checks and can be killed if a check never returns: ``python -m`` with a socket's file descriptor.
+"""The program of a process that runs checks and can be killed if a check never returns.
 
-The process reads lines of JSON: first a `ChildSetup`, then one `Command` per check. It writes lines of JSON: first
-`ChildReady`, then one `Judgement` per command. The process ends with its parent.
+It is started with ``python -m`` and the file descriptor of a socket. From the socket, it reads lines of JSON: first a
+`ChildSetup`, then one `Command` per check. It writes lines of JSON to it: first `ChildReady`, then one `Judgement` per
+command. The process ends when its parent does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The changes between two certificates of one implementation: in the checks, and in the circumstances of the runs."""
+"""Compares two certificates of one implementation: the outcomes of the checks, and the circumstances of the runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Change(WireModel):
 
 
 class FactChange(WireModel):
-    """A version, flag, capability or property of the machine that differs. A side that lacks it has None."""
+    """A version, flag, capability or property of the machine that differs; None if the certificate lacks it."""
 
     name: str
     before: str | None
@@ -123,7 +123,7 @@ def _change(before: Verdict | None, after: Verdict | None) -> Change | None:
 
 
 def _kind(before: CheckOutcome | None, after: CheckOutcome | None) -> ChangeKind | None:
-    """Return how a check changed, or that it still fails; None if neither is the case."""
+    """Return how a check changed, or that it still fails; None if neither applies."""
     if before is None:
         return ChangeKind.NEW
     if after is None:

@@ -1,8 +1,8 @@
-"""A sender in its own process, which checks can stop or kill: ``python -m`` with lines of JSON as input and output.
+"""A sender of weights in its own process, which checks can stop or kill.
 
-The process hosts the store of the weight group, joins as rank 0 and sends; the check makes the control calls. The input
-is one `SendCommand` per group. For each command, the output is the `ProcessGroupSpec` with which the endpoint joins
-that group.
+The process hosts the store of the weight group, joins as rank 0 and sends; the check makes the control calls. The
+process is started with ``python -m``; its input and output are lines of JSON. The input is one `SendCommand` per group.
+For each command, the output is the `ProcessGroupSpec` with which the endpoint joins that group.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DoomedSender:
         self._process = process
 
     async def begin(self, command: SendCommand) -> ProcessGroupSpec:
-        """Return the spec with which the endpoint joins the group; the process also joins it before it sends."""
+        """Return the spec with which the endpoint joins the group; the process itself joins before it sends."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(command.model_dump_json().encode() + b"\n")
@@ -76,7 +76,7 @@ async def start_doomed_sender() -> AsyncIterator[DoomedSender]:
 
 
 def main() -> None:
-    """Execute each command that arrives."""
+    """Execute each command read from standard input."""
     for line in sys.stdin:
         command = SendCommand.model_validate_json(line)
         sender = ProcessGroupSender(command.transport)

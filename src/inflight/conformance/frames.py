@@ -19,7 +19,7 @@ def own_frame(error: BaseException) -> str | None:
     """Return the innermost frame outside installed packages, the standard library and inflight, or None if there is
     none.
 
-    If the error was raised from another error, the frame of that error takes precedence.
+    If the error was raised from another error, the other error's frame takes precedence.
     """
     causes = [error]
     while (cause := causes[-1].__cause__) is not None:

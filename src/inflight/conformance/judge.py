@@ -44,7 +44,7 @@ class Subject(Protocol):
 
     @abstractmethod
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
-        """Call a check's function. The function's errors propagate; also raises `Hung`."""
+        """Call a check's function. Its errors propagate; raises `Hung` if it does not return before the deadline."""
 
     @abstractmethod
     def close(self) -> None:
@@ -61,7 +61,7 @@ class Judgement(WireModel):
 
 
 def judge(subject: Subject, check: Check, stage: Callable[[Any], Any] | None = None) -> Judgement:
-    """Return the judgement of one check, or of the stage that replaces its function."""
+    """Return the judgement of one check. If there is a ``stage``, it runs instead of the check's function."""
     subject.evidence.clear()
     if (reason := subject.missing(check.needs)) is not None:
         return Judgement(verdict=verdict_of(check, CheckOutcome.SKIPPED, message=reason))

@@ -53,7 +53,7 @@ class Kit:
     """
 
     is_over = False
-    """Always False: each check can have new processes, so further checks can always run."""
+    """Always False: each check can run in new processes, so further checks can always run."""
 
     def __init__(self, target: Target, *, start_deadline_s: float = 90.0, deadline_scale: float = 1.0) -> None:
         self._target = target
@@ -67,7 +67,7 @@ class Kit:
         """The verdict on the last check that has run."""
         self._unmakable: ConfigError | None = None
         self.gone: Gone | None = None
-        """Since which check the subject cannot be restored; None while it is available."""
+        """From which check on, and why, the subject cannot be restored; None while it is available."""
         self.start_seconds = 0.0
         """Seconds spent so far on starting processes and restoring the subject between checks."""
 
@@ -96,10 +96,10 @@ class Kit:
         return self._target.num_ranks if isinstance(self._target, WorkerTarget) else 1
 
     def run(self, check: Check) -> Verdict:
-        """Return the verdict of one check. Raises `ConfigError` if the subject cannot be created.
+        """Return the verdict on one check. Raises `ConfigError` if the subject cannot be created.
 
-        If an endpoint cannot be restored, further checks are skipped until it can be. `gone` records with which check
-        this began.
+        If an endpoint cannot be restored, further checks are skipped until it can be. `gone` records the check with
+        which this began.
         """
         try:
             verdict, is_gone = self._judged(check)
@@ -221,7 +221,7 @@ class _Session:
         self.facts: Mapping[str, Any] = answers[0].facts
 
     def run(self, command: Command, deadline_s: float) -> list[Judgement]:
-        """Return every rank's answer. If a rank does not answer, kill the session and raise `_NoAnswerError`."""
+        """Return every rank's judgement. If a rank does not answer, kill the session and raise `_NoAnswerError`."""
         deadline = time.monotonic() + deadline_s
         try:
             for process in self._ranks:
@@ -243,7 +243,7 @@ class _Session:
     def kill(self) -> None:
         """Kill every rank and the processes that it started.
 
-        Servers have their own process groups, which files record.
+        Servers run in process groups of their own, whose ids are recorded in files.
         """
         for process in self._ranks:
             process.kill()

@@ -21,8 +21,8 @@ from inflight.model.images import load_image_processor
 from inflight.wire import ImageUrl, SamplingParams, VersionSpan
 
 _NUM_FACTORS = 1 << 18
-"""How many random factors are drawn to perturb a tensor. They repeat in a larger one: drawing them takes longer than
-anything else about an update of a real model."""
+"""How many random factors are drawn to perturb a tensor. A larger tensor reuses them, because drawing factors takes
+longer than any other part of an update of a real model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +49,7 @@ class ReferenceCheckpoint:
         """The models that compute logits, by dtype."""
         self._stored_names = stored_names(self._model)
         self._loaded: dict[str, ReferenceWeights] = {}
-        """The weights of each of these models; missing where they are not known."""
+        """The weights that each of these models contains, by dtype; missing where they are not known."""
         self._perturbed: tuple[tuple[str, int], ReferenceWeights] | None = None
         """The arguments and the result of the last call of `perturbed`."""
         self.images = load_image_processor(path)
@@ -76,8 +76,8 @@ class ReferenceCheckpoint:
         return frozenset()
 
     def _stored(self) -> dict[str, torch.Tensor]:
-        """The trained tensors in the model's order. Tied tensors appear once, under the first name that the model
-        uses."""
+        """Return the trained tensors in the model's order. Tied tensors appear once, under the first name that the
+        model uses."""
         stored: dict[str, torch.Tensor] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             stored.update(load_file(file))
@@ -98,10 +98,10 @@ class ReferenceCheckpoint:
         return names[0]
 
     def with_final_norm(self, factor: float, label: str, of: ReferenceWeights | None = None) -> ReferenceWeights:
-        """Return weights whose logits are ``factor`` times those of the checkpoint, or of the weights ``of``: exactly,
-        if ``factor`` is plus or minus a power of two.
+        """Return weights whose logits are ``factor`` times those of the checkpoint, or of the weights ``of``.
 
-        Keys and values are unchanged, because the scaled norm comes after every layer.
+        If ``factor`` is plus or minus a power of two, the logits are exact multiples. Keys and values are unchanged,
+        because the scaled norm comes after every layer.
         """
         offset = 1.0 if self.config.get_text_config().model_type.startswith("gemma") else 0.0
         tensors = dict((of or self.weights).tensors)
@@ -149,8 +149,8 @@ class ReferenceCheckpoint:
     ) -> torch.Tensor:
         """Return float32 [T, V]: the logits from which each of the T completion tokens is drawn, computed in ``dtype``.
 
-        If there are ``images``, all placeholders must belong to them. If there is a ``window``, a token attends to that
-        many tokens only, including itself.
+        If there are ``images``, all placeholders must belong to them. If there is a ``window``, each token attends to
+        only that many tokens, including itself.
         """
         model = self._model_of(weights, dtype)
         ids = torch.tensor([[*prompt, *completion]])
@@ -192,8 +192,8 @@ class ReferenceCheckpoint:
         completion: Sequence[int],
         dtype: str = "float32",
     ) -> torch.Tensor:
-        """Return float32 [T, V]: the logits if keys and values are kept, those of each position from the weights of its
-        step.
+        """Return float32 [T, V]: the logits of each position under the weights of its step, with keys and values kept
+        across updates.
 
         The step that samples token k computes the keys and values of token k - 1, and the first step those of the
         prompt.
@@ -227,7 +227,7 @@ class ReferenceCheckpoint:
 
     @torch.no_grad()
     def _model_of(self, weights: ReferenceWeights, dtype: str) -> Any:
-        """Return a model in this dtype with these weights loaded, until the next call for the dtype."""
+        """Return a model in this dtype with these weights loaded. They stay loaded until the next call for the dtype."""
         if weights is self._loaded.get(dtype):
             return self._models[dtype]
         loaded = self._loaded.pop(dtype, None)

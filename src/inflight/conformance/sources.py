@@ -30,7 +30,7 @@ from inflight.wire import PROTOCOL_VERSION
 _INFLIGHT = Path(__file__).parents[1]
 _KINDS = {"endpoint", "transport", "worker"}
 _OF_ALL = ("inflight.conformance.suite", "inflight.weights.transports.installed")
-"""Modules from which imports are followed for every kind: the one that runs checks, and one named by entry points."""
+"""Modules from which imports are followed for every kind: one that runs checks, and one that entry points refer to."""
 _OF_ENDPOINTS = ("inflight.engines.serving",)
 """Modules from which imports are also followed for endpoints: the one that ``inflight serve --engine`` runs."""
 _NOT_FOLLOWED = ("inflight", "inflight.conformance.sources")
@@ -100,8 +100,8 @@ def _beginning(kind: str) -> list[Path]:
 def _follow_imports(begin: set[Path], others: set[Path]) -> set[Path]:
     """Return these files and those of inflight that they import, directly or indirectly.
 
-    ``others`` are the directories with the checks of other kinds. If a module of the kit that all kinds share imports
-    from them, the import is not followed.
+    ``others`` are the directories with the checks of other kinds. Imports from them by modules that all kinds share are
+    not followed.
     """
     found, left = set(begin), list(begin)
     while left:

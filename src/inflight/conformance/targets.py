@@ -13,7 +13,7 @@ from inflight.errors import ConfigError
 from inflight.wire import WireModel
 
 SERVER_GROUP = "server-group-"
-"""Prefix of a file name that ends with the process group of a server that was started for a check."""
+"""Prefix of a file name; the id of the process group of a server that was started for a check follows it."""
 
 
 class _Target(WireModel):
@@ -32,8 +32,9 @@ class EndpointTarget(_Target):
 
     ``url`` is a server that speaks the contract or, as ``vllm+http://...``, an engine's own server, which is checked
     through its adapter. ``factory`` is ``module:function``: it receives a model directory (a `pathlib.Path`) and the
-    options, and returns an `InferenceEndpoint` that serves it, or an awaitable or an async context manager of one.
-    ``command`` starts a server, with ``{model}``, ``{port}`` and ``{token_file}`` filled in.
+    options, and returns an `InferenceEndpoint` that serves the model, an awaitable that returns one, or an async
+    context manager that yields one. ``command`` starts a server, with ``{model}``, ``{port}`` and ``{token_file}``
+    filled in.
     """
 
     kind: Literal["endpoint"] = "endpoint"
@@ -49,7 +50,8 @@ class EndpointTarget(_Target):
     worker: str | None = None
     """The worker to compare the endpoint's logprobs with, as ``module:attribute``. If None, transformers is used."""
     tolerance: float | None = None
-    """Maximum difference between equal logprobs. If None, it follows from the dtype that the endpoint reports."""
+    """Maximum difference between logprobs that count as equal. If None, it depends on the dtype that the endpoint
+    reports."""
 
     @property
     def label(self) -> str:
@@ -59,7 +61,7 @@ class EndpointTarget(_Target):
 class WorkerTarget(_Target):
     """A trainer worker to check on ``num_ranks`` ranks.
 
-    ``factory`` is ``module:attribute``: an `inflight.contracts.WorkerKind`, like the entry points of the group
+    ``factory`` is the ``module:attribute`` of an `inflight.contracts.WorkerKind`, as in the entry-point group
     ``inflight.workers``. The kind creates each rank from ``model_path`` and the options.
     """
 
@@ -67,8 +69,8 @@ class WorkerTarget(_Target):
     factory: str
     num_ranks: int = 1
     options_of_ranks: dict[str, Any] = Field(default_factory=dict)
-    """Further options for workers on several ranks. A single rank with which they are compared does not receive these
-    options."""
+    """Further options for workers on several ranks. The single rank with which they are compared does not receive
+    these options."""
     experts: bool = False
     """Whether the kit's checkpoints are mixtures of experts."""
 
@@ -93,7 +95,7 @@ Target = EndpointTarget | WorkerTarget | TransportTarget
 
 
 def endpoint_target(text: str, **others: Any) -> EndpointTarget:
-    """Return the target that a URL or ``module:function`` names. Raises `ConfigError`."""
+    """Return the target that a URL or ``module:function`` specifies. Raises `ConfigError` if the text is neither."""
     if "://" in text:
         try:
             parts = urlsplit(text)

@@ -20,7 +20,7 @@ class CheckOutcome(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     HUNG = "hung"
-    """The check did not end before its deadline; the verdict carries the stacks."""
+    """The check did not end before its deadline; the verdict contains the stacks."""
     SKIPPED = "skipped"
     """The subject does not support a feature that the check needs, or the user did not provide it."""
     EXPECTED_FAILURE = "expected failure"
@@ -42,7 +42,7 @@ class Verdict(WireModel):
     outcome: CheckOutcome
     seconds: float = Field(ge=0)
     message: str = ""
-    """How the requirement was violated, or why the check was skipped; empty if it passed."""
+    """How the requirement was violated, or why the check was skipped; empty if the check passed."""
     evidence: dict[str, Any] = Field(default_factory=dict)
     """Measurements by name: numbers, strings, and lists and dictionaries of them."""
     look_at: str = ""
@@ -60,7 +60,7 @@ class Verdict(WireModel):
 
 
 class Certificate(WireModel):
-    """One run of the kit over one implementation."""
+    """The results of one run of the kit on one implementation."""
 
     protocol_version: int = PROTOCOL_VERSION
     kit_version: str
@@ -81,7 +81,7 @@ class Certificate(WireModel):
     tolerance: float | None = None
     """For endpoints, the maximum difference between logprobs that counted as equal."""
     slowness: float = Field(default=1.0, ge=1)
-    """Factor by which the limits of checks were extended, according to the measured pace of an endpoint."""
+    """Factor by which the time limits of checks were extended because of an endpoint's measured pace."""
     started_at: str
     """ISO 8601, UTC."""
     seconds: float = Field(ge=0)
@@ -144,7 +144,7 @@ def environment() -> dict[str, str]:
 
 
 def plain(value: Any) -> Any:
-    """Return evidence as JSON-compatible values: non-finite numbers become words, and long texts are truncated."""
+    """Return evidence as JSON-compatible values: non-finite numbers become strings, and long texts are truncated."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if isinstance(value, StrEnum):
