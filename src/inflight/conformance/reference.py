@@ -227,7 +227,7 @@ class ReferenceCheckpoint:
 
     @torch.no_grad()
     def _model_of(self, weights: ReferenceWeights, dtype: str) -> Any:
-        """Return a model in this dtype with these weights loaded. They stay loaded until the next call for the dtype."""
+        """Return a model in this dtype with these weights, which stay loaded until the next call for the dtype."""
         if weights is self._loaded.get(dtype):
             return self._models[dtype]
         loaded = self._loaded.pop(dtype, None)

@@ -27,8 +27,8 @@ async def require_ended_early(
 ) -> None:
     """Require that all requests except ``others`` end soon; ``others`` is one request that fills the context, or none.
 
-    If there is such a request, the rest must end in less than half of its running time and within `SERVED_S`; whatever
-    slows the server down slows both. Otherwise they must end within ``alone_s``.
+    If there is such a request, the rest must end within `SERVED_S` and in less than half of that request's running
+    time, because whatever slows the server down slows both. Otherwise they must end within ``alone_s``.
     """
     limit_s = SERVED_S if others else alone_s
     started = time.monotonic()

@@ -30,7 +30,7 @@ _GROUP = 4
 _SHARED_LENGTH = 330
 """Length of the prefix that several clients share: engines cache prefixes in pages of up to 256 tokens."""
 _MOST_SLOTS, _NUM_TOKENS_OF_A_GROUP = 64, 80
-"""Maximum number of slots that a check fills with completions of one request, and the length of these."""
+"""Maximum number of slots that a check fills with completions of one request, and the length of each completion."""
 _NUM_RUNNING = 2
 _NUM_TOKENS_OF_A_CLIENT = 300
 """Number of tokens of each request that runs while weights change."""
@@ -38,7 +38,7 @@ _NUM_TRIES = 3
 _NUM_AFTER = 260
 """Number of tokens after an update that fill a page of most engines."""
 _FEWEST_JUDGED, _JUDGED_S = 4, 8.0
-"""How many answers of requests that ran during updates are judged at least, and for how long."""
+"""At least this many answers to requests that ran during updates are judged, and more of them for this many seconds."""
 _ENDS_S = 20.0
 
 _UNSEEN = 987
@@ -105,7 +105,7 @@ async def _require_nothing_stale(
 ) -> None:
     """Require that a request uses nothing that the previous weights computed.
 
-    All tokens of its prompt but the last had been seen before.
+    The endpoint has seen all tokens of the prompt except the last one before the update.
     """
     gap = subject.gap(after, request, completion)
     subject.note(**{f"difference from a fresh start, {what}": gap})
@@ -177,10 +177,10 @@ async def held_prefix(subject: EndpointSubject) -> None:
 async def _require_late_completions_fresh(
     subject: EndpointSubject, policy: InFlightPolicy, turns: Iterator[ReferenceWeights]
 ) -> None:
-    """Require that completions that wait for a slot during an update use nothing of those that run with their prompt.
+    """Require that completions that wait for a slot during an update use nothing that those already running computed.
 
-    Another request keeps a slot until the update is over; all other slots sample completions when it comes, so that no
-    prompt is being computed.
+    Another request keeps a slot until the update is over; all other slots sample completions when the update begins, so
+    that no prompt is being computed.
     """
     num_slots, prompt = subject.capabilities.max_concurrent_sequences, subject.prompt(40, seed=35)
     for length in subject.lengths(_NUM_TOKENS_OF_A_GROUP):
@@ -406,9 +406,9 @@ def _require_as_the_policy_says(
 ) -> None:
     """Require that the keys and values that each token attends to are those that the policy prescribes.
 
-    Under keep, a request is left out if its first token names a later version than the one under which it was sent: the
-    beginning of its prompt may have been computed with the older weights. With a large model, only as many answers are
-    judged as a few seconds allow, beginning with those of the most versions.
+    Under keep, a request is left out if its first token was sampled with a later version than the one under which it
+    was sent: the beginning of its prompt may have been computed with the older weights. With a large model, only as
+    many answers are judged as a few seconds allow, beginning with those that contain tokens from the most versions.
     """
     reference, largest, num_updated, num_judged = subject.reference, 0.0, 0, 0
     began = time.monotonic()

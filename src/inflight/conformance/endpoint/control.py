@@ -19,7 +19,7 @@ from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 LEVEL = "control"
 _LEASE_S = 1.2
 _PAUSE_S = 0.7
-"""Time between two messages. It is shorter than the lease, and twice this time is longer."""
+"""Time between two messages: shorter than the lease, but more than half of it."""
 _STATES = (
     "the transitions of docs/contract.md: which call is allowed in which state; a refused call must change no state"
 )
@@ -186,7 +186,7 @@ async def answers_name_what_is_served(subject: EndpointSubject) -> None:
 
 
 async def require_open(subject: EndpointSubject, update: WeightUpdate, when: str) -> WeightVersion:
-    """Require that this update is the open one; return its version."""
+    """Require that this update is the open one; return the endpoint's answer."""
     version = await subject.endpoint.weight_version()
     require(
         version.state in (EndpointState.PAUSED, EndpointState.UPDATING) and version.updating_to == update.version,

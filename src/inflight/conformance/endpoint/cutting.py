@@ -1,4 +1,4 @@
-"""How the kit's senders divide tensors: by rows, by columns, in stripes or not at all, and never evenly."""
+"""Divides tensors among the kit's senders: by rows, by columns, in stripes, into halves, or not at all."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from inflight.wire import Box, Sharding, TensorSpec
 
 
 def cut_tensors(specs: Sequence[TensorSpec], num_senders: int) -> list[Sharding]:
-    """Return a sharding for each tensor, using each way of cutting in turn. In some cuts, a sender has nothing to
-    send."""
+    """Return a sharding for each tensor, using each way of cutting in turn.
+
+    The parts differ in size, and some senders have nothing to send.
+    """
     return [
         Sharding(senders=tuple(map(tuple, _WAYS[i % len(_WAYS)](spec.shape, num_senders, i))))
         for i, spec in enumerate(specs)
@@ -18,8 +20,8 @@ def cut_tensors(specs: Sequence[TensorSpec], num_senders: int) -> list[Sharding]
 
 
 def halve_tensors(specs: Sequence[TensorSpec], *, swapped: bool) -> list[Sharding]:
-    """Return a sharding for each tensor: two senders send equal halves; the second one sends tensors that have no
-    halves.
+    """Return a sharding for each tensor: two senders send equal halves; the second one sends tensors that cannot be
+    halved.
 
     ``swapped`` exchanges the halves.
     """

@@ -1,8 +1,8 @@
 """Small experiments that run after a check of logprobs has failed and show whether the model's computation is at fault.
 
 A fault in an attention window, at the edge of a chunk, in a position or in rounding makes checks of caches, pages,
-labels or ids fail. With the checkpoint's weights, prompts that were never sent before show such a fault without
-involving any of these.
+labels or ids fail. Prompts that were never sent before, under the checkpoint's weights, show such a fault without
+involving caches, pages, labels or ids.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ async def _ask_unseen(subject: EndpointSubject, length: int, num_tokens: int = 1
 
 
 async def _last_right(subject: EndpointSubject, right: int, wrong: int) -> int:
-    """Return the greatest prompt length, from ``right`` up to below ``wrong``, after which a token is still right."""
+    """Return the greatest prompt length, at least ``right`` and below ``wrong``, after which a token is still right."""
     while wrong - right > 1:
         middle = (right + wrong) // 2
         is_right = subject.gap(subject.reference.weights, *await _ask_unseen(subject, middle)) <= subject.tolerance

@@ -31,8 +31,8 @@ _GROUPS = ("gloo", "nccl")
 _NUM_REQUESTS = 40
 """Number of requests sent at the same time to fill an endpoint, with several completions each."""
 _MOST_COMPLETIONS = 16
-"""Maximum number of completions of each request. An endpoint that can run more sequences than all of these together is
-not filled."""
+"""Maximum number of completions of each request. The check does not fill an endpoint that can run more sequences than
+the completions of all these requests."""
 _LARGEST_N = 1024
 """The largest n that a request may have."""
 _SOON_S = 5.0

@@ -21,13 +21,13 @@ from inflight.wire import Completion, DraftHistory, GenerateRequest, PromptHisto
 
 LEVEL = "tokens"
 _DRAFTED = 32
-"""Number of likeliest first tokens. For each of them, the history contains a continuation of the completion."""
+"""Number of likeliest first tokens for which the history contains completions."""
 _COPIES = 8
 """Number of copies of each recorded completion, so that they outnumber the few completions that run alongside a
 request."""
 _NUM_DRAWS, _DRAWS_PER_REQUEST = 1024, 64
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
-"""A slow endpoint may stop after this many draws once this many seconds have passed."""
+"""Drawing ends early once at least this many draws have been made and this many seconds have passed."""
 _TOKENS = 4
 _COUNTED = 48
 """Number of tokens of the completions whose drafts are counted."""

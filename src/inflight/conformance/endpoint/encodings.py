@@ -1,4 +1,4 @@
-"""Level ``weights``: updates that send fewer bytes: with frozen or rounded tensors, or as deltas against weights that
+"""Level ``weights``: updates that send fewer bytes, with frozen or rounded tensors or as deltas against weights that
 the endpoint kept."""
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ async def _send_delta(
     base_weights: ReferenceWeights,
     session_id: str,
 ) -> WeightUpdate:
-    """Send every bucket of a delta, and return its update, which is still open."""
+    """Send every bucket of a delta, and return the update, which is still open."""
     publisher, fields = subject.publisher, {"base": base.ref, "keep": True, "session_id": session_id}
     update = await publisher.request(weights, encodings=("delta",), **fields)
     await publisher.send_all(update, weights, base_weights)
@@ -162,7 +162,7 @@ async def _require_kept(subject: EndpointSubject, update: WeightUpdate, when: st
 @check("U-14", "updates staging", deadline_s=30)
 @look_at("whether the checksum is compared where the bytes arrive, before they are decoded, copied or loaded")
 async def damaged_bucket(subject: EndpointSubject) -> None:
-    """A bucket whose bytes do not match its checksum raises TransferError before anything of the update is applied,
+    """A bucket whose bytes do not match its checksum raises TransferError before any part of the update is applied,
     and the old weights stay in service."""
     encoded = [encoding for encoding in ("bfloat16", "float8") if encoding in subject.capabilities.encodings]
     cases: list[dict[str, Any]] = [{}, {"staged": True}, *({"encodings": (encoding,)} for encoding in encoded)]
@@ -190,7 +190,10 @@ async def _damage(subject: EndpointSubject, fields: dict[str, Any]) -> None:
 
 
 def _with_another_bit(weights: ReferenceWeights) -> ReferenceWeights:
-    """Return a copy of the weights whose last tensor differs in one sign, which every encoding preserves."""
+    """Return a copy of the weights in which one element of the last tensor has the opposite sign.
+
+    Every encoding preserves signs.
+    """
     name, tensor = list(weights.tensors.items())[-1]
     damaged = tensor.clone().contiguous()
     damaged.view(-1).view(torch.uint8)[damaged.element_size() - 1] ^= 0x80

@@ -25,9 +25,9 @@ _DEFAULT_TOKENS = 40
 _NUM_COMPARED = 6
 """Number of completions with an end-of-sequence token whose logprobs are compared."""
 _STOP_LENGTHS = (2, 4, 3, 2)
-"""Number of tokens of the stop string of each case."""
+"""Number of tokens in the stop string of each case."""
 _MOST_SEEDS = 40
-"""Number of completions that are searched for a place at which to stop."""
+"""Maximum number of completions that are searched for a place at which to stop."""
 
 
 @check("E-19", deadline_s=60, look_at="whether the engine drops the stop token from its output")
@@ -52,7 +52,8 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
 
 
 async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
-    """Require that each completion of a request ends at its own first stop token, and is unchanged up to there."""
+    """Require that each completion of a request ends at the first stop token that it contains, and is unchanged up to
+    there."""
     asked: dict[str, Any] = {"n": _NUM_CASES, "max_tokens": 24, **subject.repeatable(seed)}
     free = (await subject.endpoint.generate(subject.request(**asked))).completions
     # The first completion stops late and the last one early, unless they contain each other's tokens.
@@ -105,7 +106,7 @@ async def stop_strings(subject: EndpointSubject) -> None:
 
 
 async def _require_stopped_at_once(subject: EndpointSubject, tokenizer: Any) -> None:
-    """Require that a completion ends at its first token if that contains a stop string."""
+    """Require that a completion ends at its first token if that token contains a stop string."""
     for seed in range(_MOST_SEEDS):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
         free = await subject.generate(prompt, max_tokens=2, **same)
@@ -119,7 +120,7 @@ async def _require_stopped_at_once(subject: EndpointSubject, tokenizer: Any) -> 
 
 
 async def _require_each_stopped_by_text(subject: EndpointSubject, tokenizer: Any) -> None:
-    """Require that each completion of a request ends at its own first stop string."""
+    """Require that each completion of a request ends at the first occurrence of a stop string in its own text."""
     asked: dict[str, Any] = {"n": _NUM_CASES, "max_tokens": 48}
     for seed in range(_MOST_SEEDS):
         same = subject.repeatable(seed)
@@ -149,7 +150,7 @@ async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> N
 
 
 def _completing(tokenizer: Any, stop: str, completion: Completion) -> list[int]:
-    """Return the indices of those tokens of a completion up to which its text contains a stop string."""
+    """Return the index of each token of a completion such that the text up to this token contains a stop string."""
     ids = completion.token_ids
     return [i for i in range(len(ids)) if stop in tokenizer.decode(list(ids[: i + 1]))]
 
@@ -252,7 +253,7 @@ def _require_most_stopped(subject: EndpointSubject, num_stopped: int, num_cases:
 
 
 def plain_text(tokenizer: Any, token_ids: Sequence[int], num: int, *, is_cut: bool = False) -> str | None:
-    """Return the text of ``num`` adjacent tokens that does not occur earlier in a completion, or None if there is none.
+    """Return the text of ``num`` adjacent tokens if it does not occur earlier in a completion; None if none exists.
 
     With ``is_cut``, the text begins and ends within its first and last token, if these have several characters.
     """
@@ -281,7 +282,7 @@ def prompt_near_the_end(subject: EndpointSubject) -> tuple[tuple[int, ...], floa
 
 
 def known_ids(subject: EndpointSubject, ids: Collection[int]) -> list[int]:
-    """Return those of these ids that are in the endpoint's vocabulary, in order."""
+    """Return the ids that are in the endpoint's vocabulary, in ascending order."""
     return sorted(token for token in ids if token < subject.capabilities.vocab_size)
 
 

@@ -1,6 +1,7 @@
 """An engine whose `apply` can be made to fail, inserted between an endpoint's `UpdateReceiver` and its own engine.
 
-It cannot reach endpoints in other processes, or endpoints that receive weights without an `UpdateReceiver`.
+It cannot be inserted into endpoints in other processes, or into endpoints that receive weights without an
+`UpdateReceiver`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ class FailingEngine(PausableEngine):
     def __init__(self, engine: PausableEngine) -> None:
         self._engine = engine
         self.fails: Failure | None = None
-        """When to fail:
-
-        ``instead`` of applying anything, or ``afterwards``, as if the engine's answer had been lost.
-        """
+        """When the next `apply` fails: ``instead`` of applying anything, or ``afterwards``, as if the engine's answer
+        had been lost."""
 
     async def pause(self, update: WeightUpdate) -> None:
         await self._engine.pause(update)

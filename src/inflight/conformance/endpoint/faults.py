@@ -212,7 +212,7 @@ async def _poison(
     if policy in (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE):
         running = await subject.start_running(4)
     update = await subject.publisher.request(weights, in_flight=policy, staged=staged)
-    waiting = [] if staged else subject.start(2, subject.remaining_tokens())  # so long that none ends before all must
+    waiting = [] if staged else subject.start(2, subject.remaining_tokens())  # too long to end by themselves
     await subject.publisher.send(update, weights, 0)
     assert subject.can_fail is not None
     subject.can_fail.fails = failure
@@ -223,7 +223,7 @@ async def _poison(
 
 
 async def _require_ended(running: Running, what: str) -> None:
-    """Require that requests end immediately, with the tokens sampled so far or with an error of the endpoint."""
+    """Require that requests end immediately, with the tokens sampled so far or with an `EndpointError`."""
     answers = await within(SLACK_S, asyncio.gather(*(task for _, task in running), return_exceptions=True), what)
     for answer in answers:
         if isinstance(answer, BaseException):

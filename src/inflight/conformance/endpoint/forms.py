@@ -1,4 +1,4 @@
-"""Level ``tokens``: complete answers, streams, chat completions and chat streams carry the same tokens."""
+"""Level ``tokens``: complete answers, streams, chat completions and chat streams contain the same tokens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
 
 
 async def _require_whole_chat(subject: EndpointSubject, chat: ChatCompletion) -> None:
-    """Require that all messages of a chat are rendered: earlier ones change its token ids."""
+    """Require that all messages of a chat are rendered: earlier messages change its token ids."""
     request = subject.chat_request(max_tokens=1)
     rendered = {chat.prompt_token_ids}
     for first, second in (("Name two lakes.", "Yes."), ("Name two peaks.", "Yes."), ("Name two peaks.", "No.")):
@@ -60,7 +60,7 @@ async def _require_whole_chat(subject: EndpointSubject, chat: ChatCompletion) ->
 
 
 async def _require_chat_stopped(subject: EndpointSubject, chat: ChatCompletion, drawn: dict[str, Any]) -> None:
-    """Require that stop strings and the temperature end and change a chat completion as they do in generate."""
+    """Require that stop strings and the temperature have the same effect on a chat completion as in generate."""
     if not (stops := _plain_pairs(chat)):
         return
     request = subject.chat_request(n=4, max_tokens=24, stop=stops, **drawn)

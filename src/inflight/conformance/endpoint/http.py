@@ -210,7 +210,10 @@ async def _cut(
     *,
     stream: bool,
 ) -> None:
-    """Start a request, cut its connection, note when, and require that it ends soon: see `require_ended_early`."""
+    """Start a request, cut its connection, append the time to ``cut_at``, and require that the request ends soon.
+
+    See `require_ended_early`.
+    """
     what = "a stream" if stream else "a plain request"
     body = subject.request(max_tokens=subject.remaining_tokens(), stream=stream).model_dump_json().encode()
     async with connection(subject) as (reader, writer):

@@ -38,7 +38,7 @@ class _Seeing:
     images: ImageProcessor
 
     def request(self, *urls: str, name: str) -> GenerateRequest:
-        """Return a request in which a letter precedes each image, and a question follows them."""
+        """Return a request in which a letter precedes each image, and a question follows the images."""
         rendered = [token for _ in urls for token in (97, self.images.placeholder_id)]
         token_ids, images = self.images.placed((*rendered, *b"what?"), urls)
         plain = self.subject.request(token_ids, max_tokens=_NUM_TOKENS, seed=None)
@@ -50,7 +50,7 @@ class _Seeing:
         return [response.completions[0] for response in responses]
 
     def gap(self, weights: ReferenceWeights, request: GenerateRequest, completion: Completion) -> float:
-        """Return the largest difference between logprobs before the first sampled placeholder.
+        """Return the largest difference from the reference's logprobs before the first sampled placeholder.
 
         Transformers would treat that placeholder as an image.
         """
@@ -64,11 +64,11 @@ class _Seeing:
 
 
 _NONE: dict[Path, str] = {}
-"""Why no endpoint that accepts images could be opened, by the directory of a run of the kit."""
+"""Why no endpoint that accepts images could be opened, by the directory of the kit's run."""
 
 
 async def _open_seeing(subject: EndpointSubject) -> _Seeing:
-    """Return an endpoint of the same kind that serves the kit's model with images; skip the check if there is none.
+    """Return an endpoint of the same kind that serves the kit's image model; skip the check if there is none.
 
     If the endpoint under check does not support images, an error here only means that there is no such endpoint. The
     attempt is then not repeated, because a server may take a minute to fail.

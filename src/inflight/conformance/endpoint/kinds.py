@@ -1,9 +1,8 @@
-"""Every kind of update that an endpoint supports: what must hold after an update must hold after an update of each
-kind.
+"""The kinds of update that an endpoint may support; what must hold after an update must hold for every kind.
 
-Updates other than LoRAs change the tensors of all layers except the query projections. These keep the checkpoint's
-values, so a partial update may freeze them at any time. LoRAs do change query projections, and a partial update must
-remove that change. Every kind changes keys and values.
+Updates other than LoRAs change the tensors of all layers except the query projections. Query projections keep the
+checkpoint's values, so a partial update may freeze them at any time. LoRAs do change query projections, and a partial
+update must remove that change. Every kind changes keys and values.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _DECODED: dict[Encoding, Callable[[torch.Tensor], torch.Tensor]] = {
     "bfloat16": lambda tensor: tensor.bfloat16().to(tensor.dtype),
     "float8": rounded_to_float8,
 }
-"""What an endpoint loads for a tensor that is rounded in transit."""
+"""Functions that return what an endpoint loads for a tensor that is rounded in transit, by encoding."""
 _KINDS = (
     UpdateKind("an update of all weights"),
     UpdateKind("a delta", encoding="delta"),
@@ -86,9 +85,9 @@ class OpenUpdate:
 
 
 class UpdateChain:
-    """A sequence of updates of one run, of any kinds, and the weights that the endpoint serves after each.
+    """A sequence of updates of any kinds in one run, and the weights that the endpoint serves after each update.
 
-    Before the first update, these are the checkpoint's weights.
+    Before the first update, it serves the checkpoint's weights.
     """
 
     def __init__(self, subject: EndpointSubject) -> None:
@@ -112,7 +111,7 @@ class UpdateChain:
         publisher = self._publisher(kind.num_senders)
         weights = self._weights(f"version {publisher.version + 1} ({kind.name})")
         fields: dict[str, Any] = {"session_id": f"sent-{self._num_sent}", "in_flight": policy}
-        fields["staged"] = kind.staged and policy is not InFlightPolicy.DRAIN  # which publishers do not stage
+        fields["staged"] = kind.staged and policy is not InFlightPolicy.DRAIN  # publishers do not stage a drain
         sent, base, delta_base = weights, weights, None
         if kind.lora is not None:
             sent, base = make_lora(self.base, self._num_sent, spec=kind.lora), self.base

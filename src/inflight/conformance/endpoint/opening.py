@@ -49,7 +49,7 @@ async def open_target(
 ) -> AsyncIterator[OpenedEndpoint]:
     """Yield the target's endpoint, which serves ``model``. On exit, close it and stop the server if one was started.
 
-    Raises `ConfigError`, or the `EndpointError` of a server that does not answer according to the contract.
+    Raises `ConfigError`, or an `EndpointError` if a server does not answer according to the contract.
     """
     if target.url is not None:
         connect = partial(connect_endpoint, target.url, token=target.token, **_TIMEOUTS)

@@ -1,4 +1,4 @@
-"""How fast an endpoint is, and the time limits and lengths that follow from its speed for checks."""
+"""Measures how fast an endpoint is, and derives time limits and lengths for checks from its speed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _NUM_TOKENS, _NUM_PROMPT_TOKENS = 16, 256
 _MEASURE_S = 15.0
 """Time limit for measuring: an endpoint that hangs must not delay the verdicts on it."""
 _USUAL_TOKEN_S, _USUAL_PROMPT_TOKEN_S = 0.02, 0.004
-"""Seconds per sampled token and per prompt token of the slowest endpoints for which the limits in checks suffice."""
+"""Seconds per sampled token and per prompt token of the slowest endpoints for which checks need no longer limits."""
 _USUAL_UPDATE_BYTES = 64 << 20
-"""Size of the largest updates for which these limits suffice."""
+"""Size of the largest updates for which checks need no longer limits."""
 _LONG_S, _PROMPT_S = 12.0, 5.0
 """How long a check may sample for one request, and how long one prompt may take, not counting attention."""
 _SHORTEST = 256
@@ -35,12 +35,12 @@ class Pace:
 
     @property
     def slowness(self) -> float:
-        """The factor by which limits in checks are extended for this endpoint: at least 1."""
+        """The factor by which the time limits in checks are extended for this endpoint: at least 1."""
         of_tokens = max(self.token_s / _USUAL_TOKEN_S, self.prompt_token_s / _USUAL_PROMPT_TOKEN_S)
         return max(1.0, of_tokens, self.update_bytes / _USUAL_UPDATE_BYTES)
 
     def context_len(self, max_model_len: int) -> int:
-        """Return the length to which checks sample: ``max_model_len``, or less if filling the context takes too
+        """Return the context length that checks use: ``max_model_len``, or less if filling the context takes too
         long."""
         if not self.token_s:
             return max_model_len

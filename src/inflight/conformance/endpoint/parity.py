@@ -1,4 +1,4 @@
-"""Level ``parity``: how much engine and trainer differ with the same weights, and whether updates increase it.
+"""Level ``parity``: the difference between engine and trainer with the same weights, and whether updates increase it.
 
 This difference is called mismatch: it exists at lag 0, and importance ratios should not have to correct it. The
 reference is the given worker, or else the forward pass of transformers. ``inflight check parity`` looks for the cause.

@@ -34,18 +34,18 @@ LEVEL = "partials"
 _NUM_TOKENS = 600
 """Number of tokens that a request asks for: more than it has sampled when it is aborted."""
 _SEED = 67
-"""Seed that only this request uses: an engine with drafts could otherwise repeat an earlier request in a few steps."""
+"""Seed of the request. No other check uses it: an engine with drafts could repeat an earlier request in a few steps."""
 _OTHER_SEED = 68
-"""Seed of the request that is answered meanwhile, which no other check uses either, for the same reason."""
+"""Seed of the request that is answered meanwhile. No other check uses it either, for the same reason."""
 _SAMPLED = 64
 """Number of tokens that the request must have when it is aborted."""
 _NUM_LATE = 8
-"""How many of these may be missing: an engine drops the results of the steps that are in flight when the abort
+"""How many of these tokens may be missing: an engine drops the results of the steps that are in flight when the abort
 arrives."""
 _NUM_TRIES = 4
 _PAUSING = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
 _MEANWHILE = 12
-"""Number of tokens of another request, which is sampled to let time pass between two events."""
+"""Number of tokens of another request, which runs to let time pass between two events."""
 _REPORTED_S = 1.0
 """How long num_running may take to change, because an engine may update it only occasionally."""
 _MAX_SLOTS = 256
@@ -53,8 +53,8 @@ _LIMIT_S = 20.0
 _WHOLE_S = 60.0
 """Time limit for a whole request of `_NUM_TOKENS`, on any engine."""
 _LEAST_S, _TIMES_SLOWER = 2.0, 5.0
-"""Time limit for another request next to those that fill the endpoint: this many seconds, plus this many times what it
-took before any request was aborted."""
+"""Time limit for another request while others fill the endpoint: this many seconds, plus this many times the seconds
+that it took before any request was aborted."""
 
 
 @check("E-67", "partial_rollouts updates", deadline_s=60)
@@ -187,7 +187,7 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
 
 
 async def _abort_several(subject: EndpointSubject, unknown: str) -> None:
-    """Require that one call aborts several requests, although the first of its ids is not running."""
+    """Require that one call aborts several requests, although its first id is not that of a running request."""
     requests = [subject.request(max_tokens=subject.remaining_tokens(), seed=70 + i) for i in range(3)]
     answers = [subject.begin(subject.endpoint.generate(request)) for request in requests]
     await subject.generate(max_tokens=_MEANWHILE)
@@ -200,7 +200,7 @@ async def _abort_several(subject: EndpointSubject, unknown: str) -> None:
 
 
 async def _abort_during_a_pause(subject: EndpointSubject) -> None:
-    """Require that requests that are aborted during a pause end, at the latest when the pause does."""
+    """Require that requests that are aborted during a pause end no later than the pause."""
     policy = next((it for it in _PAUSING if it in subject.capabilities.in_flight_policies), None)
     if policy is None:
         return

@@ -83,8 +83,8 @@ async def _watch_without_streams(subject: EndpointSubject, policy: InFlightPolic
 
 
 async def _start_streams(subject: EndpointSubject, num: int) -> tuple[list[int], list[asyncio.Task[None]]]:
-    """Start streams that fill the context; once all are running, return their token counts, which grow, and their
-    tasks."""
+    """Start streams that fill the context; once all are running, return their token counts, which keep growing, and
+    their tasks."""
     num = min(num, subject.capabilities.max_concurrent_sequences)
     counts = [0] * num
 
@@ -183,7 +183,7 @@ async def _require_ended(running: Running, when: str) -> None:
 async def _begin_stream(
     subject: EndpointSubject, num_tokens: int
 ) -> tuple[GenerateRequest, list[CompletionChunk], asyncio.Task[None]]:
-    """Begin a stream, and return it once its first token has arrived, with its chunks so far and its reader."""
+    """Begin a stream; after its first token, return the request, the growing list of chunks, and the reading task."""
     request = subject.request(max_tokens=num_tokens, seed=79, stream=True)
     chunks: list[CompletionChunk] = []
 

@@ -68,7 +68,8 @@ async def publisher_lost_in_a_bucket(subject: EndpointSubject) -> None:
 
 
 async def _begin(subject: EndpointSubject, sender: DoomedSender, *, num_buckets: int, lease_s: float) -> WeightUpdate:
-    """Make the endpoint and the process join a group; return the update that the process sends in several buckets."""
+    """Make the endpoint and the sending process join a group; return the update, which the process sends in several
+    buckets."""
     publisher, other = subject.publisher, subject.reference.perturbed("B")
     update = publisher.announcement(other, bucket_bytes=other.size_bytes // 2, lease_s=lease_s)
     publisher.lose_group()

@@ -53,7 +53,7 @@ class SteppedPublisher:
     """The trainer side of one run: forms groups, announces, sends, commits and aborts.
 
     ``version`` is the last committed version. It starts at the served version, so that no two runs of a check publish
-    the same version, because spans name versions but not runs. ``transport`` defaults to the process group that the
+    the same version, because spans contain versions but not runs. ``transport`` defaults to the process group that the
     endpoint supports; ``directory`` is where the transport ``file`` stores weights. If there are several senders, each
     sends a part of every bucket.
     """
@@ -92,7 +92,7 @@ class SteppedPublisher:
         return self._opened_senders
 
     def transport(self) -> Literal["gloo", "nccl"]:
-        """Return the transport by which the kit can send to this endpoint; skip the check if there is none."""
+        """Return the transport over which the kit can send to this endpoint; skip the check if there is none."""
         if "nccl" in self._capabilities.transports and torch.cuda.device_count() > 1:
             return "nccl"
         if "gloo" in self._capabilities.transports:
@@ -147,8 +147,8 @@ class SteppedPublisher:
 
         The deadline and the lease are as long as a slow endpoint needs, unless they are given. ``frozen`` names the
         tensors that are left out, and ``lora`` indicates that ``weights`` are those of a LoRA. ``shardings`` divides
-        each tensor among the senders; if it is empty, the first one sends everything. ``fields`` are additional fields
-        of `WeightUpdate`.
+        each tensor among the senders; if it is empty, the first sender sends everything. ``fields`` are additional
+        fields of `WeightUpdate`.
         """
         specs = specs_of(weights) if specs is None else specs
         if shardings is None:
@@ -222,7 +222,8 @@ class SteppedPublisher:
         silent: Collection[int] = (),
         timeout_s: float = TRANSFER_TIMEOUT_S,
     ) -> None:
-        """Offer the parts of a bucket, one for each sender, and send those whose sender is not ``silent``."""
+        """Ask the endpoint to receive the parts of a bucket, one from each sender, and send them from all senders that
+        are not ``silent``."""
         own, *others = parts
         transfer = bucket_transfer(replace(own, others=tuple(map(sent_bytes, others))), update.ref, timeout_s)
         sends = [self.send_only(part, i) for i, part in enumerate(parts) if i not in silent]
@@ -256,7 +257,7 @@ class SteppedPublisher:
             await self.send(update, weights, index, base=base)
 
     async def send_bucket(self, update: WeightUpdate, bucket: WeightBucket, *, delay_s: float = 0.0) -> None:
-        """Send a bucket that the endpoint receives at the same time, or receives once it is stored."""
+        """Send a bucket while the endpoint receives it or, over a transport that stores buckets, before."""
         transfer = self.transfer(update, bucket.index)
         if bucket.checksum is not None:
             transfer = bucket_transfer(bucket, update.ref, TRANSFER_TIMEOUT_S)

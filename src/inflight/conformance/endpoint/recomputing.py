@@ -98,7 +98,7 @@ def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]
 def _after_the_update(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, version: int, weights: ReferenceWeights
 ) -> tuple[int, float]:
-    """Return the number of tokens of ``version``, and the largest difference of their logprobs from a fresh start's."""
+    """Return how many tokens have this version, and how much their logprobs differ at most from a fresh start's."""
     start = next((span.start for span in completion.version_spans if span.version == version), None)
     if start is None:
         return 0, 0.0
@@ -123,7 +123,7 @@ async def _drawn_across_an_update(
 ) -> list[Completion]:
     """Return completions with enough tokens before and after an update.
 
-    If one has too few, another attempt is made with an earlier or later update, or with longer requests.
+    If one has too few, another attempt is made with an update at another time, or with longer requests.
     """
     few = 2 * _run_length(subject)
     delay_s, num_tokens = 0.05, min(_NUM_DRAWS, 16 * few)
@@ -149,7 +149,7 @@ async def _drawn_across_an_update(
 
 
 def _run_length(subject: EndpointSubject) -> int:
-    """Return the length at which a run of tokens occurs twice by chance in only one of a million checks."""
+    """Return a length so large that in only one of a million checks does a run of tokens occur twice by chance."""
     num_pairs = (_NUMBERS * subject.capabilities.max_model_len) ** 2 / 2
     return math.ceil(math.log(num_pairs / _FALSE_ALARM) / math.log(subject.capabilities.vocab_size))
 

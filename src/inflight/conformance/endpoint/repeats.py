@@ -20,7 +20,8 @@ _LEAST_COMMON = 1 / 3
 
 
 def least_common(subject: EndpointSubject) -> float:
-    """Return the share of tokens that must be the same in both answers: all of them unless the precision is low."""
+    """Return the share of tokens that must precede the first difference between two answers; 1 unless the precision is
+    low."""
     return 1.0 if subject.tolerance <= _LARGEST_FINE_TOLERANCE else _LEAST_COMMON
 
 

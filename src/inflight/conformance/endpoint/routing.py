@@ -1,6 +1,6 @@
 """Level ``tokens``: whether an endpoint that serves a mixture of experts reports the experts that computed the tokens.
 
-Shape suffixes: T tokens, L layers, K experts of a token in a layer.
+Shape suffixes: T tokens, L layers, K experts per token in each layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEVEL = "tokens"
 _CHOSEN = 2
 """Number of experts per token in each layer of the kit's mixture of experts."""
 _LENGTHS = ((3, 24), (17, 9), (40, 15))
-"""Pairs of the number of tokens of a prompt and that of its completion."""
+"""Numbers of tokens in a prompt and in its completion."""
 _WRONG = {"float32": 0.002, "float64": 0.002}
 """Maximum share of tokens, over all layers, whose experts may differ because sums are rounded in a different order."""
 

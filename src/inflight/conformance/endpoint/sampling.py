@@ -29,11 +29,12 @@ _VARIED = 2.0
 """A temperature that no engine refuses and at which even a confident model hardly ever samples the same 16 tokens
 twice."""
 _OTHER_SEEDS = (1000, 2**64 - 4, -(2**63))
-"""The last two are the ends of the range: 64 bits, unsigned and signed. A seed that is cut to fewer bits repeats."""
+"""The last two lie at the ends of the unsigned and the signed 64-bit range. If seeds are cut to fewer bits, they
+repeat."""
 _LARGE_VOCABULARY = 10_000
-"""Vocabulary size from which a draw's intervals are so narrow that rounding in 16 bits changes most draws."""
+"""From this vocabulary size on, the intervals of tokens are so narrow that rounding in 16 bits changes most draws."""
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
-"""A slow endpoint may stop after this many draws once this many seconds have passed."""
+"""Drawing ends early once at least this many draws have been made and this many seconds have passed."""
 _LEAST_EXPECTED = 5.0
 """Tokens with at least this many expected draws have their own bin in the chi-square test; the others share one."""
 _LEAST_P = 1e-6

@@ -24,14 +24,15 @@ from inflight.wire import EndpointState, ScoreRequest, ScoreResponse
 
 LEVEL = "tokens"
 _NUM_TOKENS, _SEEN = 24, 48
-"""Lengths of scored sequences. The second one is that of sequences that were seen before, and fills pages of 16
-tokens."""
+"""Lengths of scored sequences. Sequences that the endpoint has seen before have the second length, which fills pages of
+16 tokens."""
 _LONGER = 300
 """Length of a scored sequence that is longer than a window, chunk or page of most engines."""
 _TOP_K, _NUM_CANDIDATES = 5, 3
 _FEW, _MOVED = 8, 0.75
-"""Rounding may change all scored tokens too much if there are fewer than `_FEW`, and otherwise at most the share
-`_MOVED` of them: they are not sampled from the weights that score them, so most of them are unlikely."""
+"""Rounding may change the logprobs of all scored tokens too much if there are fewer than `_FEW`, and otherwise of at
+most the share `_MOVED`. Scored tokens are not sampled from the weights that score them, so most of them are
+unlikely."""
 _NUM_UPDATES, _NUM_SCORERS = 4, 3
 
 
@@ -159,8 +160,8 @@ async def no_scores(subject: EndpointSubject) -> None:
 
 
 async def require_right_scores(subject: EndpointSubject, token_ids: Sequence[int], start: int, what: str) -> None:
-    """Require that tokens from ``start`` on have the scores that the checkpoint's weights give them after all tokens
-    before."""
+    """Require that each token from ``start`` on has the score that the checkpoint's weights give it after the tokens
+    before it."""
     request = _request(subject, token_ids, start)
     (response,) = await _scored(subject, [request])
     _require_scores(subject, subject.reference.weights, request, response, what)
@@ -262,8 +263,8 @@ def _gap(
     start: int = 0,
     end: int | None = None,
 ) -> float:
-    """Return the largest difference of scored tokens, likeliest tokens and candidates from the reference, whose
-    logprobs under ``weights`` are ``logprobs_NV``.
+    """Return the largest difference between a response's logprobs, of scored tokens, likeliest tokens and candidates,
+    and the reference's ``logprobs_NV`` under ``weights``.
 
     In 16 bits, alternatives are left out, and so are unlikely tokens whose logprobs under these weights are changed too
     much by rounding alone.

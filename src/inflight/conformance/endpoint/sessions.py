@@ -200,7 +200,7 @@ async def returning_run(subject: EndpointSubject) -> None:
 
 
 async def _again(call: Awaitable[T], what: str) -> T:
-    """Return the answer to a call that was made before. Fail the check if it is refused."""
+    """Repeat a call that was made before, and return the answer. Fail the check if the call is refused."""
     try:
         return await within(SLACK_S, call, f"{what}, repeated,")
     except InflightError as error:

@@ -15,7 +15,7 @@ _BLOCK = 64
 _EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65)
 """Lengths of prefixes that are sent after the whole prompt. Pages end at or next to these lengths."""
 _STEPS = (128, 256, 1 << 16)
-"""Differences of ids that have the same lowest bits, which a narrow integer keeps."""
+"""Differences between ids that share their lowest bits, the only ones that a narrow integer keeps."""
 _NUM_TOKENS = 4
 
 

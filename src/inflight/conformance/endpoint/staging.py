@@ -91,7 +91,7 @@ async def _stage_and_commit(subject: EndpointSubject, policy: InFlightPolicy, nu
 def _require_two_weights(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, factors: dict[int, float], what: str
 ) -> None:
-    """Require that spans name only the versions in ``factors``, and that each token has its version's logprob.
+    """Require that spans contain only the versions in ``factors``, and that each token has its version's logprob.
 
     That is the logprob under the old weights if the version's factor is 1, and -ln V if it is 0.
     """

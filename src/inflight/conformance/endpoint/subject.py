@@ -161,7 +161,7 @@ class EndpointSubject:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference between equal logprobs: given by the user, or derived from the dtype and the model."""
+        """Largest difference between logprobs that count as equal: set by the user, or derived from dtype and model."""
         return self.target.tolerance or max(self.tiny_tolerance, self.rounding)
 
     @property
@@ -218,19 +218,19 @@ class EndpointSubject:
     async def another_client(self) -> InferenceEndpoint:
         """Return another client of the server, created like the first one, that lasts until the current check ends.
 
-        Without a server, the first client is the only one, and is returned.
+        If no other client can be created, the first one is returned.
         """
         if self.opened.connect is None:
             return self.endpoint
         return await self.enter(contextlib.aclosing(self.opened.connect()))
 
     def prompt(self, length: int = 12, seed: int = 0) -> tuple[int, ...]:
-        """Return random ids from the whole vocabulary, to which no text would encode."""
+        """Return random ids from the whole vocabulary; no text would be encoded as these ids."""
         return tuple(random.Random(seed).choices(range(self.capabilities.vocab_size), k=length))
 
     @property
     def context_len(self) -> int:
-        """Length to which checks sample: the context, or the part of it that an endpoint of this pace fills in time."""
+        """Context length that checks use: all of it, or the part that an endpoint of this pace fills in time."""
         return self.pace.context_len(self.capabilities.max_model_len)
 
     def remaining_tokens(self, prompt: Sequence[int] | None = None) -> int:
@@ -239,7 +239,7 @@ class EndpointSubject:
 
     def lengths(self, num_tokens: int) -> list[int]:
         """Return lengths to try in turn, beginning with ``num_tokens`` or fewer, because an engine may be too fast for
-        the first."""
+        the first length."""
         first, longest = self.pace.shortened(num_tokens), self.remaining_tokens()
         return [*(length for length in (first, 4 * first) if length < longest), longest]
 
@@ -288,7 +288,7 @@ class EndpointSubject:
         return (await self.ask(prompt, **sampling))[1]
 
     async def seconds_to_fill_the_context(self) -> float:
-        """Return how long a request takes that fills the context, after an equal one has warmed the endpoint up."""
+        """Return how long a request that fills the context takes, after an equal one has warmed the endpoint up."""
         await self.generate(max_tokens=self.remaining_tokens())
         started = time.monotonic()
         await self.generate(max_tokens=self.remaining_tokens())
@@ -330,7 +330,7 @@ class EndpointSubject:
             await asyncio.gather(*tasks)
 
     async def _are_running(self, tasks: Sequence[asyncio.Task[GenerateResponse]], deadline: float) -> bool:
-        """Return True once all are being decoded, or False if one has already ended."""
+        """Return True once all requests are being decoded, or False if one has already ended."""
         num = len(tasks)
         while (await self.endpoint.weight_version()).num_running < num:
             if ended := [task for task in tasks if task.done()]:
@@ -383,7 +383,7 @@ class EndpointSubject:
 
         ``errors_T`` are the errors of the reference's own logprobs in 16 bits; ``scale`` multiplies the tolerance. Deep
         models amplify rounding after tokens that they consider unlikely: logprobs of SmolLM2 in bfloat16 differed by 18
-        nats between two torch kernels. Raises `CheckFailed` if rounding moves more than the share ``most`` of them.
+        nats between two torch kernels. Raises `CheckFailed` if rounding moves more than the share ``most`` of tokens.
         """
         moved_T = errors_T.abs() > scale * self.tolerance / 4
         num, dtype = int(moved_T.sum()), self.capabilities.dtype

@@ -32,7 +32,7 @@ _MIXED: tuple[dict[str, Any], ...] = (
     {"top_k": 40},
     {},
 )
-"""Sampling parameters of requests that run at once."""
+"""Sampling parameters of requests that run at the same time."""
 _LONG, _SHORT = 512, 4
 """Number of tokens of the requests that fill the endpoint, and of the additional request."""
 _ADMITTED_S = 0.2
@@ -183,7 +183,7 @@ async def neighbours(subject: EndpointSubject) -> None:
 
 
 async def _require_own_sampling(subject: EndpointSubject) -> None:
-    """Require that requests at once are each sampled as they ask, although they ask for different sampling."""
+    """Require that each of several concurrent requests is sampled with its own parameters."""
     asked = _MIXED if subject.capabilities.seeds else _MIXED[:1]
     requests = [subject.request(subject.prompt(seed=i), max_tokens=16, seed=i, **it) for i, it in enumerate(asked)]
     again = [subject.request(it.prompt_token_ids, max_tokens=16, seed=i, **asked[i]) for i, it in enumerate(requests)]
@@ -200,7 +200,7 @@ async def _require_idle(subject: EndpointSubject, call: str) -> None:
 
 
 async def _require_id_is_free(subject: EndpointSubject, request_id: str, when: str) -> None:
-    """Require that a new request may have this id, at the latest a few seconds after ``when``."""
+    """Require that a new request may have this id no later than a few seconds after ``when``."""
     request = subject.request(max_tokens=4).model_copy(update={"request_id": request_id})
     deadline = time.monotonic() + _GONE_S
     while True:
@@ -249,7 +249,7 @@ async def slots_are_released(subject: EndpointSubject) -> None:
 async def fill_slots(subject: EndpointSubject, when: str, limit_s: float) -> float:
     """Fill all slots but one, and require that one more request is answered while all the others run.
 
-    Return how long the additional request took.
+    Return the seconds from the first request until the additional one was answered.
     """
     num_others = subject.capabilities.max_concurrent_sequences - 1
     for num_tokens in subject.lengths(_LONG):

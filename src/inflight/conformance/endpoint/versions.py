@@ -32,7 +32,7 @@ _NUM_LONG, _NUM_SHORT = 4, 12
 _MOST_SEVERAL, _NUM_TOKENS_OF_SEVERAL = 66, 100
 """Largest number of completions of one request, of which some wait for a slot on most endpoints, and their length."""
 _MOST_SHORT, _NUM_LATEST = 4, 3
-"""Largest number of tokens of a short request, and the number of requests of each such client that are compared."""
+"""Largest number of tokens of a short request, and how many of each client's latest short requests are compared."""
 _DECISIVE = 5.0
 """A token's colour is certain if its logprobs under A and B differ by at least this many nats."""
 _IMPOSSIBLE = 1e-9
@@ -49,7 +49,7 @@ _LOOK_AT = (
 async def publish_next(
     subject: EndpointSubject, published: dict[int, ReferenceWeights], policy: InFlightPolicy | None = None
 ) -> None:
-    """Publish A and B in turn, whose logits are each other's negatives, and add the version to ``published``."""
+    """Publish the next of A and B, whose logits are each other's negatives, and add its version to ``published``."""
     is_a = subject.publisher.version % 2 == 0
     colour = subject.reference.with_final_norm(_SHARPNESS if is_a else -_SHARPNESS, "A" if is_a else "B")
     await subject.publisher.publish(colour, in_flight=policy)
@@ -59,9 +59,9 @@ async def publish_next(
 def check_spans(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, weights: Mapping[int, ReferenceWeights]
 ) -> tuple[int, int]:
-    """Require that every token was sampled from the version that its span names.
+    """Require that every token was sampled from the version that its span reports.
 
-    Return the number of tokens, and the number of those that show their colour despite rounding.
+    Return the number of tokens, and how many of them show their colour despite rounding.
     """
     if not completion.token_ids:
         return 0, 0
@@ -127,7 +127,7 @@ async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlig
 
 
 async def _check_several(subject: EndpointSubject, policy: InFlightPolicy) -> None:
-    """Require that the spans of each completion of one request are its own, although some begin after an update."""
+    """Require that each completion of one request has its own spans, even if it begins after an update."""
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
     num, prompt = min(_MOST_SEVERAL, subject.capabilities.max_concurrent_sequences + 2), subject.prompt(seed=24)
@@ -144,7 +144,7 @@ async def _check_several(subject: EndpointSubject, policy: InFlightPolicy) -> No
 async def _publish_while_requests_end(
     subject: EndpointSubject, published: dict[int, ReferenceWeights], policy: InFlightPolicy
 ) -> Running:
-    """Publish the next version while so many short requests run that some of them end in the last step before it.
+    """Publish the next version while so many short requests run that some end in the last step before the update.
 
     Return the requests that ran at about that time.
     """
@@ -235,7 +235,7 @@ def _short(spans: Sequence[VersionSpan]) -> list[tuple[int, int, int]]:
 
 
 async def _check_all(subject: EndpointSubject, running: Running, published: Mapping[int, ReferenceWeights]) -> set[int]:
-    """Require exact spans of every completion; return the versions that they name."""
+    """Require that the spans of every completion are exact; return the versions that they contain."""
     num_tokens = num_decisive = 0
     seen: set[int] = set()
     for request, task in running:

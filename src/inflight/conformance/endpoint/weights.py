@@ -21,7 +21,7 @@ from inflight.wire import EndpointState, TensorSpec
 LEVEL = "weights"
 _SOAK_UPDATES = 200
 _FEWEST_SOAK_UPDATES, _SOAK_S = 20, 30.0
-"""A slow endpoint may stop after this many updates once this many seconds have passed."""
+"""The soak ends early once at least this many updates have been made and this many seconds have passed."""
 _LARGE = 250.0
 """Logits that the largest checkpoints reach and that float32 cannot exponentiate."""
 _LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
@@ -94,8 +94,8 @@ async def wrong_dtype(subject: EndpointSubject) -> None:
 async def _require_refused(
     subject: EndpointSubject, what: str, change: Callable[[TensorSpec], TensorSpec | None], *more: TensorSpec
 ) -> None:
-    """Require that an update is refused if it announces the final norm as changed by ``change``, and ``more``
-    tensors."""
+    """Require that an update is refused if it announces ``more`` tensors, and the final norm as changed by
+    ``change``."""
     changed = [
         change(spec) if spec.name == subject.reference.final_norm else spec
         for spec in specs_of(subject.reference.weights)

@@ -30,10 +30,10 @@ _TEMPERATURES = (0.5, 2.0, 1.0, 0.5, 0.5)
 _COMPLETIONS, _TOKENS = 16, 32
 _PROMPT_LENGTH = 128
 _DRAW_S = 15.0
-"""After this many seconds, a slow endpoint may stop with fewer tokens."""
+"""After this many seconds, no further tokens are requested from a slow endpoint."""
 _NUM_SPECIAL, _MOST_DRAWS, _DRAWS_PER_REQUEST = 24, 2048, 128
-"""Expected number of special tokens, if that takes at most so many draws. A correct sampler draws none of them with a
-probability of e to the power of minus this number."""
+"""Number of special tokens that are expected, the most draws that may be needed for this, and draws per request. The
+probability that a correct sampler draws no special token is exp(-_NUM_SPECIAL)."""
 _DOUBT = 0.05
 """Share of the requested distribution mixed into that of each default, so that no single token rules out a default."""
 
@@ -88,7 +88,7 @@ async def nothing_unasked(subject: EndpointSubject) -> None:
 
 
 async def _require_special_tokens_drawn(subject: EndpointSubject) -> None:
-    """Require that special tokens are drawn, also as the first token of a completion."""
+    """Require that special tokens are drawn, even as the first token of a completion."""
     tokenizer = subject.reference.tokenizer
     ends = subject.reference.eos_token_ids
     special = set() if tokenizer is None else set(tokenizer.all_special_ids) - ends
