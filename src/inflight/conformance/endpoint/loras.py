@@ -76,7 +76,7 @@ async def loras_that_do_not_fit(subject: EndpointSubject) -> None:
 def make_lora(
     base: ReferenceWeights, seed: int, ends: tuple[str, ...] = _FIRST, spec: LoraSpec = SPEC
 ) -> ReferenceWeights:
-    """Return a random LoRA whose changes have about a third of the standard deviation of the weights that they change."""
+    """Return a random LoRA whose changes have about a third of the standard deviation of the changed weights."""
     random = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in base.tensors.items():

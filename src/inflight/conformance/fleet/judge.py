@@ -130,7 +130,7 @@ async def _poisoned(server: TestedServer) -> list[str]:
 
 
 async def together(servers: Sequence[TestedServer], shade: Shade) -> list[str]:
-    """Return the servers that do not serve the version of the last publish, which had no injected faults."""
+    """Return which servers do not serve the version of the last publish, which had no injected faults."""
     problems = []
     for server in servers:
         if server.is_gone:

@@ -26,11 +26,11 @@ _TINY = 2.0**-66
 _SMALL = ("o_proj.weight", "down_proj.weight", "model.norm.weight")
 _LOGPROB_TOLERANCE = 2e-4  # float32, one log-softmax over 258 logits of a few units
 _NUM_MARKS = 64
-"""Number of different marks. A schedule has fewer shades, so each of them has its own mark."""
+"""Number of different marks, the values that distinguish shades. A schedule has fewer shades, so no mark is shared."""
 
 
 class Shade(NamedTuple):
-    """Names a set of weights: version ``version`` of the trainer incarnation ``incarnation``. (0, 0) is the
+    """Identifies a set of weights: version ``version`` of the trainer incarnation ``incarnation``. (0, 0) is the
     checkpoint."""
 
     version: int
@@ -55,7 +55,7 @@ def make_checkpoint(path: Path) -> dict[str, torch.Tensor]:
 class Palette:
     """The shades of one model, drawn from ``seed``; the checkpoint is the same for all seeds.
 
-    ``like`` gives the names, shapes and dtypes of the tensors. ``frozen`` tensors never differ.
+    ``like`` specifies the names, shapes and dtypes of the tensors. ``frozen`` tensors are the same in all shades.
     """
 
     def __init__(self, like: Mapping[str, torch.Tensor], seed: int, frozen: tuple[str, ...] = ()) -> None:

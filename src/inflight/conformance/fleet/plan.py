@@ -21,7 +21,7 @@ RANK = -2
 RANK_LOST_S = 3.0
 """How long, in seconds, some stops of rank 1 last beyond a deadline. By then, rank 0 has abandoned rank 1."""
 NUM_BUCKETS = 3
-"""A fault that concerns a bucket is injected into one of the first `NUM_BUCKETS`; every update has at least these."""
+"""A fault that concerns a bucket is injected into one of the first `NUM_BUCKETS`; every update has at least as many."""
 
 
 class UpdateStep(StrEnum):

@@ -9,7 +9,7 @@ from inflight.base.tasks import TaskOwner, any_of
 
 _PIECE_BYTES = 1 << 16
 _LONG_ENOUGH_BYTES = 512
-"""Only pieces longer than this are corrupted, because shorter ones may consist of the header of an answer alone."""
+"""Only pieces longer than this are corrupted, because shorter ones may contain only the header of an answer."""
 
 
 class TcpProxy:

@@ -30,8 +30,7 @@ _END_S = 15.0
 """How long, in seconds, clients may take to finish their last request."""
 _FINAL_DEADLINE_S = 10.0
 _PAUSES_S = (0.1, 1.0)
-"""Seconds between two requests of a client, for trainers with one rank and with two; a second rank also needs the
-cores.
+"""Seconds between two requests of a client, for trainers with one rank and with two; a second rank also needs CPU time.
 """
 _RANKS_SCALE = 3.0
 """Factor for the deadlines of trainers with two ranks, which exchange messages for each bucket."""
@@ -194,7 +193,7 @@ class _Schedule:
         return trainer
 
     def _train(self, trainer: FleetTrainer, num_versions: int, random_: random.Random, version: int) -> int:
-        """Connect, and publish versions for as long as the trainer is alive and not fenced; return the next version."""
+        """Connect, and publish ``num_versions`` versions until the trainer is dead or fenced; return the next version."""
         if not trainer.connect():
             return version
         if trainer is not self._trainers[0]:

@@ -22,7 +22,7 @@ Due = Callable[[str, int], Fault | None]
 
 
 class FaultySender(WeightSender):
-    """A sender that injects the faults that are ``due``. It stores buckets in ``directory``."""
+    """Sends buckets with ``inner``, which may store them in ``directory``, and injects the faults that are ``due``."""
 
     def __init__(self, inner: WeightSender, directory: Path, due: Due, is_dead: threading.Event) -> None:
         self._inner = inner
@@ -77,7 +77,7 @@ class FaultySender(WeightSender):
             self._inner.end(is_done=is_done)
 
     def abort(self) -> None:
-        """Abort; a dead trainer, however, removes nothing that it has stored."""
+        """Abort the transfer. If the trainer is dead, the buckets that it has stored remain."""
         if self._inner.is_collective or not self._is_dead.is_set():
             self._inner.abort()
 

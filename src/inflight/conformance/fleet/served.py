@@ -1,4 +1,4 @@
-"""Servers that a command starts: real processes over HTTP that are killed, stopped and disconnected.
+"""Servers that a command starts: real processes, reached over HTTP, that are killed, stopped and disconnected.
 
 They are judged by the contract alone. They keep running from one schedule to the next, and are restarted only if a
 fault killed them.
@@ -207,8 +207,8 @@ class ServedTestbed(Testbed):
     def palette(self, seed: int, frozen: tuple[str, ...]) -> Palette:
         """Return the same palette for every schedule.
 
-        When a schedule begins, the servers still serve weights of the previous schedule, so its palette must contain
-        them.
+        When a schedule begins, the servers still serve weights of the previous schedule, and the palette must contain
+        these weights.
         """
         return self.shades
 

@@ -80,7 +80,7 @@ class TestedServer(Protocol):
 
     @abstractmethod
     async def kill(self, back_after_s: float | None) -> None:
-        """End this process; the next one begins after ``back_after_s``, or never if it is None."""
+        """End the server's process; the next one begins after ``back_after_s``, or never if that is None."""
 
     @abstractmethod
     async def back(self) -> None:

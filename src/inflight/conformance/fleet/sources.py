@@ -50,8 +50,8 @@ class ShardedShadeSource(ShadeSource, ShardedWeightSource):
     """One of two ranks. Each rank sends some of the rows of most tensors; every other tensor is sent whole by one of
     the ranks.
 
-    ``reach`` is called before each part and each message, with its kind and the bucket's index. While `is_sharded` is
-    False, publishes gather the weights on rank 0, which also has the whole tensors.
+    ``reach`` is called before each part and each message, with the kind of step and the bucket's index. While
+    `is_sharded` is False, publishes gather the weights on rank 0, which also has the whole tensors.
     """
 
     world_size = 2

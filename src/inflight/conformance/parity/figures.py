@@ -49,7 +49,7 @@ class Limits:
     def of(cls, dtype: str, *baselines: Figures) -> Limits:
         """Return the limits of a dtype.
 
-        If the smallest of the baselines is within them, they are raised to at least ten times that baseline.
+        If the smallest baseline is within the limits, the limits are raised to at least ten times that baseline.
         """
         limits = cls(0.02, 1e-3) if dtype in ("bfloat16", "float16") else cls(2e-4, 1e-6)
         if not baselines or limits.exceeded_by(least := min(baselines, key=lambda it: it.mean)):
@@ -57,12 +57,12 @@ class Limits:
         return cls(max(limits.mean, 10 * least.mean), max(limits.k3, 10 * least.k3))
 
     def exceeded_by(self, figures: Figures) -> bool:
-        """Return whether the two sides differ."""
+        """Return whether these figures exceed a limit, so that the two sides count as different."""
         return not (figures.mean <= self.mean and figures.k3 <= self.k3)
 
 
 def figures_of(trainer_N: torch.Tensor, behaviour_N: torch.Tensor) -> Figures:
-    """Return the statistics of some tokens."""
+    """Return the statistics of two sides' logprobs of the same tokens."""
     values = metric_values(ratio_metrics(trainer_N, behaviour_N))
     return Figures(
         num_tokens=len(trainer_N),

@@ -1,4 +1,4 @@
-"""Measurements of an endpoint and a trainer: with the same weights, and with parts of the model switched off in them.
+"""Measures how an endpoint and a trainer differ, with a model's weights and with parts of the model switched off.
 
 A decoder layer whose output projections are zero returns its input. Weights with such layers show where a difference
 originates, in any engine that accepts updates.
@@ -87,7 +87,8 @@ async def measure(
 ) -> PairMeasurements:
     """Return the measurements; if ``bisect`` is None, bisect only if the two sides do not agree.
 
-    Afterwards the endpoint serves weights other than its checkpoint's. Errors of the endpoint and the worker propagate.
+    Afterwards, the endpoint serves weights other than its checkpoint's. Errors raised by the endpoint and the worker
+    propagate.
     """
     subject = pair.subject
     report("the same weights on both sides")
@@ -156,7 +157,7 @@ async def _bisect(pair: Pair, tolerance: float, report: Callable[[str], None]) -
 
 
 def _switched_off(weights: ReferenceWeights, label: str, is_off: Callable[[str], bool]) -> ReferenceWeights:
-    """Return weights with zeros for the output projections for whose names ``is_off`` is true."""
+    """Return weights in which an output projection is zero if ``is_off`` is true for its name."""
     return ReferenceWeights(
         label,
         {

@@ -33,8 +33,8 @@ async def open_pair(
 ) -> AsyncIterator[Pair]:
     """Yield the pair of a target and a worker.
 
-    However the block ends, the checkpoint's weights are then published to a server at a URL again. If the block has
-    raised and this fails too, ``report`` receives the reason, and the server keeps test weights.
+    If the target is a URL, the checkpoint's weights are published to its server again, however the block ends. If the
+    block raises an error and this publish fails too, ``report`` receives the reason, and the server keeps test weights.
 
     ``prompts`` and ``tokens`` are passed to `Pair`. Errors raised while opening the endpoint propagate.
     """
@@ -63,7 +63,7 @@ async def open_pair(
 
 
 async def _restore(subject: EndpointSubject, report: Callable[[str], None]) -> None:
-    """Publish the checkpoint's weights as the next incarnation, to which an update that is still open gives way."""
+    """Publish the checkpoint's weights as the next incarnation, which supersedes an update that is still open."""
     report("the checkpoint's weights again, because the examination ended early")
     last = subject.publisher
     last.lose_group()

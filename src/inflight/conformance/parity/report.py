@@ -1,4 +1,4 @@
-"""The figures of pairs as text and as JSON."""
+"""Reports on pairs of an engine and a trainer, as text and as JSON."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whether an endpoint serves the weights of the checkpoint that it will be compared with, before anything is
-published."""
+"""Checks, before anything is published, that an endpoint serves the checkpoint that it will be compared with."""
 
 from __future__ import annotations
 
@@ -12,8 +11,9 @@ from inflight.errors import ConfigError
 async def check_served(pair: Pair) -> Figures:
     """Return the figures of the endpoint's own weights, compared with transformers under the checkpoint's weights.
 
-    Raises `ConfigError` for a server at a URL that serves a run or whose logprobs are not the checkpoint's, because its
-    own weights could not be restored afterwards. Logprobs that differ only because logits are rounded are accepted.
+    Raises `ConfigError` if the vocabulary has another size than the checkpoint's. Also raises it if a server at a URL
+    serves a run, or if its logprobs are not the checkpoint's, because its own weights could not be restored afterwards.
+    Logprobs that differ only because logits are rounded are accepted.
     """
     subject = pair.subject
     can, reference, label = subject.capabilities, subject.reference, subject.target.label

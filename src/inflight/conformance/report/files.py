@@ -63,9 +63,9 @@ REPORTS = (
 
 
 def write_reports(certificate: Certificate, files: Mapping[str, Path]) -> None:
-    """Write these reports, each atomically. Paths under the working directory become relative to it.
+    """Write these reports, each atomically. Paths in them that are under the working directory become relative to it.
 
-    Raises `ConfigError`.
+    Raises `ConfigError` if a file cannot be written.
     """
     here = Path.cwd()
     if here != here.parent:

@@ -26,9 +26,9 @@ _STYLES = {
 }
 _OUTCOME_WIDTH = max(len(outcome) for outcome in CheckOutcome)
 _LONGEST_FACT = 300
-"""Maximum number of characters in a line of evidence; other reports show all of them."""
+"""Maximum number of characters in a line of evidence; other reports show the whole line."""
 _LINE_EVERY_S = 8.0
-"""If the output is not a terminal, a line names the running check after this many seconds without a verdict."""
+"""If the output is not a terminal, a line reports the running check after this many seconds without a verdict."""
 
 
 def open_console() -> Console:

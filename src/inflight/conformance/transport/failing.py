@@ -1,4 +1,4 @@
-"""Checks of failures of the other end: it does not join, does not answer, stops or dies."""
+"""Checks of what happens if the other end fails: it does not join, does not answer, stops or dies."""
 
 from __future__ import annotations
 

@@ -56,7 +56,10 @@ class TransportPair:
 
 
 def open_pair(target: TransportTarget, directory: Path | None = None) -> TransportPair:
-    """Return a new pair for a target; the pair's files are in ``directory``. Raises `ConfigError`."""
+    """Return a new pair for a target; the pair's files are in ``directory``.
+
+    Raises `ConfigError` if the target is not a transport that can be checked on this machine.
+    """
     transport = resolve(target.factory)(**target.options) if target.options else named_transport(target.factory)
     if not isinstance(transport, Transport):
         raise ConfigError(f"{target.factory} returned a {type(transport).__name__}, not a Transport")

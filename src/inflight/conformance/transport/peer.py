@@ -1,8 +1,8 @@
-"""One end of a transport in its own process, which checks can kill or stop: ``python -m`` with a `PeerSetup` on stdin.
+"""One end of a transport in its own process, which checks can kill or stop.
 
-The process writes the line ``ready`` once it has imported what it needs, reads its setup, joins, writes the line
-``joined``, sends a bucket if its setup has one, and waits. Before it joins, a sender writes the spec for its receiver.
-The process ends with its parent.
+The process is started with ``python -m``. It writes the line ``ready`` once it has imported what it needs, reads a
+`PeerSetup` from stdin, joins, writes the line ``joined``, sends a bucket if its setup has one, and waits. Before it
+joins, a sender writes the spec for its receiver. The process ends when its parent does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inflight.types import WeightBucket
 from inflight.wire import TensorSpec, TransportBody, TransportSpec, WireModel
 
 READY_S = 60.0
-"""Time limit for starting Python and importing torch, which is not counted as time of the transport."""
+"""Time limit for starting Python and importing torch, which does not count towards the transport's time limits."""
 START_S = 15.0
 
 

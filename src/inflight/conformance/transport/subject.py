@@ -27,7 +27,7 @@ FORM_S = 8.0
 
 
 class TransportSubject:
-    """Implements `inflight.conformance.judge.Subject` for one transport. Raises `ConfigError`."""
+    """Implements `inflight.conformance.judge.Subject` for a transport. Raises `ConfigError` if it cannot be opened."""
 
     def __init__(self, target: TransportTarget, directory: Path) -> None:
         self._target = target
@@ -79,7 +79,7 @@ class TransportSubject:
         self._pair = open_pair(self._target, self.directory)
 
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
-        """Call a check's function in its own thread, then abort all ends that it opened."""
+        """Call a check's function in a new thread, then abort all ends that it opened."""
         try:
             self.start(lambda: function(self), "the check").result(deadline_s)
         finally:
@@ -135,7 +135,8 @@ class TransportSubject:
         return receivers
 
     def form_with_peer(self, others: int = 0) -> tuple[Peer, list[WeightReceiver]]:
-        """Form a group with a receiver in another process and ``others`` in this one; return all receivers."""
+        """Form a group with a receiver in another process and ``others`` in this one; return the other process and the
+        receivers in this one."""
         first, *rest = self.members([1] * (1 + others), 2 * FORM_S)
         peer = self._peer(spec=TransportBody.model_validate(first.spec.model_dump()))
         receivers = [self.receiver(member) for member in rest]
@@ -172,7 +173,7 @@ class TransportSubject:
     def start_receives(
         self, receivers: Sequence[WeightReceiver], bucket: WeightBucket, timeout_s: float = FORM_S
     ) -> list[PendingCall[list[torch.Tensor]]]:
-        """Start receiving a bucket with these specs on every receiver."""
+        """Start to receive a bucket with the specs of ``bucket`` on every receiver."""
         return [
             self.start(lambda r=r: r.receive(bucket.specs, timeout_s), f"receiver {i + 1}'s receive")  # type: ignore[misc]
             for i, r in enumerate(receivers)

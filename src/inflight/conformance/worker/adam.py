@@ -1,4 +1,4 @@
-"""Checks of the numbers of a step: clipping, AdamW, and the learning rate of the schedule, against float64.
+"""Checks of a step's arithmetic against float64: clipping, AdamW, and the learning rate of the schedule.
 
 Each step is compared separately: its gradient is computed at the weights that the worker itself had reached.
 """
@@ -29,13 +29,13 @@ _SCALES = (8.0, 2.0**-9, 0.0, 1.0, 2.0**-13, 2.0**-8)
 """Factors of the loss at each step. They give gradient norms of about 1,000, 0.3, 0, 100, 0.02 and 0.6; those of 1,000
 and 100 are clipped to 1."""
 _TRUSTED = 20.0
-"""An element counts if its gradient exceeds the root mean square of the tensor's gradient times this factor times the
-tolerance of gradients; the product of the last two is at most 1. AdamW divides by small gradients, which magnifies
-their rounding errors."""
+"""An element is compared only if its gradient exceeds the root mean square of the tensor's gradient, multiplied by this
+factor and by the tolerance of gradients; the product of factor and tolerance is at most 1. AdamW divides by small
+gradients, which magnifies their rounding errors."""
 _BETAS = tuple(itertools.product((0.9, 0.95), (0.999, 0.95, 0.99, 0.98)))
-"""The usual values; a worker may have its own."""
+"""The usual values; a worker may use any of these pairs."""
 _EPSILON = 1e-8
-"""This is too small to affect the elements that count."""
+"""This is too small to affect the elements that are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def _are_equal(rates: Sequence[float], wanted: Sequence[float]) -> bool:
 
 
 def create_scheduled(subject: WorkerSubject, *, tied: bool = False) -> TrainerWorker:
-    """Return a worker with the kit's optimizer settings and also the kit's schedule, unless it refuses that."""
+    """Return a worker with the kit's optimizer settings and, unless the worker refuses it, the kit's schedule."""
     own: dict[str, Any] = {
         name: it for name, it in {**_OPTIMIZER, **_SCHEDULE}.items() if name not in subject.target.options
     }
@@ -138,7 +138,7 @@ def create_scheduled(subject: WorkerSubject, *, tied: bool = False) -> TrainerWo
 
 
 def _take(subject: WorkerSubject, scales: Sequence[float], *, tied: bool) -> tuple[list[_Taken], str]:
-    """Take a step for each scale of the loss; return the steps on rank 0, and what is wrong with a reported norm.
+    """Take a step for each scale of the loss; return the steps (on rank 0), and the first error in a reported norm.
 
     All ranks call this.
     """

@@ -1,6 +1,6 @@
 """Checks of `forward`: the logprobs of one segment.
 
-Shape suffixes: T packed tokens, K tokens scored in place of each.
+Shape suffixes: T packed tokens, K tokens scored in place of each packed token.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from inflight.types import MicroBatch
 
 LEVEL = "forward"
 STEEPNESS = 16.0
-"""Factor for the logits of one checkpoint. The logits then lie between -150 and 150, so that a cap at 50 or 100
-shows."""
+"""Factor for the logits of one checkpoint. The logits then lie between -150 and 150, so that a cap at 50 or 100 is
+noticeable."""
 _COLDEST = 0.05
 
 
@@ -172,10 +172,10 @@ def _compare(
     found: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Fail unless the targets' logprobs match those of transformers; record the differences, including those when
-    shifted by one.
+    """Fail unless the targets' logprobs match those of transformers; record the differences, including those to
+    logprobs shifted by one token.
 
-    ``factor`` is how much larger than usual the temperature-scaled logits, and therefore their rounding errors, are.
+    The temperature-scaled logits, and therefore their rounding errors, are ``factor`` times as large as usual.
     """
     expected = ReferenceModel(model).logprobs(every_target(batch)).detach()
     if found is None:

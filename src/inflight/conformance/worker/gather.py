@@ -123,8 +123,8 @@ def every_gather_is_fresh(subject: WorkerSubject) -> None:
 def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: bool = False) -> None:
     """Fail unless transformers, with the weights gathered after some steps, computes what the worker computes.
 
-    The logprobs must be equal and must have changed equally: after small steps, even the old weights give logprobs that
-    count as equal.
+    The logprobs must be equal and must have changed by the same amounts: after small steps, even the old weights give
+    logprobs that count as equal.
     """
     worker, batch = subject.create(tied=tied), every_target(make_batch((25,), seed=110))
     if gather_first:

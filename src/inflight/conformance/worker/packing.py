@@ -101,8 +101,8 @@ def shared_prefixes(subject: WorkerSubject) -> None:
 def _tree() -> MicroBatch:
     """Return segments that share a prompt, and an unrelated one.
 
-    They include a branch from one of the segments, a repeated segment, and a copy of it with a different token in the
-    middle.
+    They include a branch from one of the segments, a repeated segment, and a copy of that segment with a different
+    token in the middle.
     """
     ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(62)).tolist()
     prompt = ids[:9]
@@ -183,7 +183,7 @@ def segments_with_images(subject: WorkerSubject) -> None:
 
 
 def _batch_with_images(model: Path) -> MicroBatch:
-    """Return four segments: with one image, none and two, and the first segment's tokens with a different image."""
+    """Return four segments: three with one, no and two images, and the first one's tokens with a different image."""
     from PIL import Image  # needed for this check only
 
     images = load_image_processor(model)

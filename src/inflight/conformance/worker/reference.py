@@ -28,7 +28,7 @@ from inflight.wire import LoraSpec
 
 
 class ReferenceModel:
-    """A checkpoint as transformers computes it, with weights that may be replaced."""
+    """Transformers' computation of a checkpoint, whose weights may be replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -120,7 +120,7 @@ class ReferenceModel:
         return math.sqrt(sum(float(g.square().sum()) for g in self._gradients(batches, scale)))
 
     def largest_gradient(self, batches: Sequence[MicroBatch]) -> float:
-        """Return the largest absolute value in that gradient."""
+        """Return the largest absolute value in the gradient of the loss summed over all these batches."""
         return max(float(g.abs().max()) for g in self._gradients(batches, 1.0))
 
     def take_steps(self, batches: Sequence[Sequence[MicroBatch]], settings: Sequence[AdamSettings]) -> None:
@@ -145,7 +145,7 @@ class ReferenceModel:
                     p.sub_(it.learning_rate * mean / (deviation + it.eps))
 
     def weights(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the weights with these checkpoint names in transformers' format, which merges experts in memory."""
+        """Return the weights with these checkpoint names, split into single experts if transformers merges them."""
         own, names = dict(self._model.named_parameters()), list(names)
         if own.keys() >= set(names):
             return {name: own[name].detach().clone() for name in names}
@@ -155,7 +155,7 @@ class ReferenceModel:
         return {name: stored[name] for name in names}
 
     def gradients(self, batches: Sequence[MicroBatch], scale: float, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return the gradient of the loss summed over all these batches, by the names of the checkpoint."""
+        """Return the gradient of the loss summed over all these batches, by checkpoint name."""
         self._gradients(batches, scale)
         parameters = list(self._model.parameters())
         own = [p.data for p in parameters]

@@ -1,6 +1,6 @@
 """Checks of replayed experts. They use a mixture of experts, whatever model the kit was started with.
 
-Shape suffixes: T packed tokens, L layers, K experts of a token in a layer.
+Shape suffixes: T packed tokens, L layers, K experts per token in each layer.
 """
 
 from __future__ import annotations

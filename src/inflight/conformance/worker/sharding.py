@@ -30,7 +30,7 @@ from inflight.wire import DTYPE_SIZES, Box, Sharding, box_size
 
 LEVEL = "sharded"
 _SILENT_S, _SLACK_S = 1.0, 3.0
-"""How long a rank waits for a silent rank, and how much later it may raise."""
+"""How long a rank waits for a silent rank, and how much later it may raise its error."""
 _FORMING = timedelta(seconds=5)
 _LARGEST_SHARE = 2.0
 _STEP_S = 0.3

@@ -196,8 +196,8 @@ class WorkerSubject:
         return path
 
     def require_on_all_ranks(self, holds: object, message: str) -> None:
-        """Fail the check on every rank unless ``holds`` is true on all, so that none runs on alone. All ranks call
-        this."""
+        """Fail the check on every rank unless ``holds`` is true on all of them, so that no rank continues alone. All
+        ranks call this."""
         problems = self.ranks.exchange("" if holds else message)
         for rank, problem in enumerate(problems):
             require(not problem, problem if rank == self.rank else f"on rank {rank}: {problem}")

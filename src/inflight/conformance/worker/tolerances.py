@@ -17,7 +17,10 @@ class Tolerance:
     gradient: float
     """Relative difference of a gradient norm."""
     change: float
-    """Difference in the change of weights over steps, relative to its 2-norm. Adam divides by small numbers."""
+    """Difference in the change of weights over steps, relative to that change's 2-norm.
+
+    Adam divides by small numbers.
+    """
     update: float
     """Relative difference of the change of one tensor over single steps, in elements whose gradients are not small."""
     rounding: float

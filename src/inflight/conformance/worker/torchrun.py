@@ -1,6 +1,6 @@
 """Runs the checks in processes that torchrun started: ranks run in lockstep, and rank 0 collects the verdicts.
 
-No process can be killed and restarted here: a check that hangs is the last, and every rank ends soon after it.
+No process can be killed and restarted here: a check that hangs is the last one, and every rank ends soon after it.
 """
 
 from __future__ import annotations
