@@ -1,7 +1,7 @@
 """The program of a process that runs checks and can be killed if a check never returns.
 
-It is started with ``python -m`` and the file descriptor of a socket. From the socket, it reads lines of JSON: first a
-`ChildSetup`, then one `Command` per check. It writes lines of JSON to it: first `ChildReady`, then one `Judgement` per
+It is started with ``python -m`` and the file descriptor of a socket, over which it exchanges lines of JSON with its
+parent. It receives a `ChildSetup` and then one `Command` per check, and sends `ChildReady` and then one `Judgement` per
 command. The process ends when its parent does.
 """
 

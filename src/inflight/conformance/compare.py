@@ -43,7 +43,7 @@ class Change(WireModel):
 
 
 class FactChange(WireModel):
-    """A version, flag, capability or property of the machine that differs; None if the certificate lacks it."""
+    """A version, flag, capability or property of the machine that differs; a certificate without it has None."""
 
     name: str
     before: str | None

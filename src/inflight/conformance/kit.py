@@ -67,7 +67,7 @@ class Kit:
         """The verdict on the last check that has run."""
         self._unmakable: ConfigError | None = None
         self.gone: Gone | None = None
-        """From which check on, and why, the subject cannot be restored; None while it is available."""
+        """Since which check, and why, the subject cannot be restored; None while it is available."""
         self.start_seconds = 0.0
         """Seconds spent so far on starting processes and restoring the subject between checks."""
 

@@ -13,7 +13,7 @@ from inflight.errors import ConfigError
 from inflight.wire import WireModel
 
 SERVER_GROUP = "server-group-"
-"""Prefix of a file name; the id of the process group of a server that was started for a check follows it."""
+"""Prefix of a file name that ends with the id of the process group of a server that was started for a check."""
 
 
 class _Target(WireModel):

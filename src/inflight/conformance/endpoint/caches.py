@@ -177,7 +177,7 @@ async def held_prefix(subject: EndpointSubject) -> None:
 async def _require_late_completions_fresh(
     subject: EndpointSubject, policy: InFlightPolicy, turns: Iterator[ReferenceWeights]
 ) -> None:
-    """Require that completions that wait for a slot during an update use nothing that those already running computed.
+    """Require that completions that wait for a slot during an update use nothing that running ones have computed.
 
     Another request keeps a slot until the update is over; all other slots sample completions when the update begins, so
     that no prompt is being computed.

@@ -1,7 +1,7 @@
 """Small experiments that run after a check of logprobs has failed and show whether the model's computation is at fault.
 
 A fault in an attention window, at the edge of a chunk, in a position or in rounding makes checks of caches, pages,
-labels or ids fail. Prompts that were never sent before, under the checkpoint's weights, show such a fault without
+labels or ids fail. Under the checkpoint's weights, prompts that were never sent before show such a fault without
 involving caches, pages, labels or ids.
 """
 

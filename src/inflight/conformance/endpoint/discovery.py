@@ -31,8 +31,8 @@ _GROUPS = ("gloo", "nccl")
 _NUM_REQUESTS = 40
 """Number of requests sent at the same time to fill an endpoint, with several completions each."""
 _MOST_COMPLETIONS = 16
-"""Maximum number of completions of each request. The check does not fill an endpoint that can run more sequences than
-the completions of all these requests."""
+"""Maximum number of completions of each request. An endpoint that can run more than `_NUM_REQUESTS` times as many
+sequences is not filled."""
 _LARGEST_N = 1024
 """The largest n that a request may have."""
 _SOON_S = 5.0
@@ -97,7 +97,7 @@ async def context_length(subject: EndpointSubject) -> None:
     num_sampled = len(completion.token_ids)
     words = f"after a prompt of {len(served)} tokens, {num_sampled} of {num_tokens} tokens were sampled"
     require(num_sampled == num_tokens, words)
-    if not subject.is_coarse:  # where half of so few tokens may round too much to be compared
+    if not subject.is_coarse:  # in 16 bits, half of so few tokens may round too much
         require_right_logprobs(subject, request, completion, f"the last {num_tokens} tokens of the context")
     call = subject.generate(prompt, max_tokens=num_tokens + 1)
     what = f"a prompt of {len(prompt)} and max_tokens={num_tokens + 1} in a context of {longest}"

@@ -39,7 +39,7 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
         free = await subject.generate(prompt, max_tokens=24, **same)
         listed = (free.token_ids[8], prompt[0], prompt[-1], free.token_ids[16])
-        stop = (*listed[seed:], *listed[:seed])  # the token that comes first takes every place in the list
+        stop = (*listed[seed:], *listed[:seed])  # rotated, so that the token sampled first is at each position once
         request, found = await subject.ask(prompt, max_tokens=24, stop_token_ids=stop, **same)
         ends = [i for i, token in enumerate(found.token_ids) if token in stop]
         num_stopped += _require_ended(found, ends, 24, f"stop tokens {list(stop)}")
@@ -253,7 +253,7 @@ def _require_most_stopped(subject: EndpointSubject, num_stopped: int, num_cases:
 
 
 def plain_text(tokenizer: Any, token_ids: Sequence[int], num: int, *, is_cut: bool = False) -> str | None:
-    """Return the text of ``num`` adjacent tokens if it does not occur earlier in a completion; None if none exists.
+    """Return a text of ``num`` adjacent tokens that does not occur earlier in a completion; None if there is none.
 
     With ``is_cut``, the text begins and ends within its first and last token, if these have several characters.
     """

@@ -1,4 +1,4 @@
-"""The kinds of update that an endpoint may support; what must hold after an update must hold for every kind.
+"""The kinds of update that an endpoint may support; what must hold after an update must hold after every kind.
 
 Updates other than LoRAs change the tensors of all layers except the query projections. Query projections keep the
 checkpoint's values, so a partial update may freeze them at any time. LoRAs do change query projections, and a partial

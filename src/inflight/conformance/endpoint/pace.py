@@ -13,9 +13,9 @@ _NUM_TOKENS, _NUM_PROMPT_TOKENS = 16, 256
 _MEASURE_S = 15.0
 """Time limit for measuring: an endpoint that hangs must not delay the verdicts on it."""
 _USUAL_TOKEN_S, _USUAL_PROMPT_TOKEN_S = 0.02, 0.004
-"""Seconds per sampled token and per prompt token of the slowest endpoints for which checks need no longer limits."""
+"""Seconds per sampled token and per prompt token up to which the time limits in checks are not extended."""
 _USUAL_UPDATE_BYTES = 64 << 20
-"""Size of the largest updates for which checks need no longer limits."""
+"""Size of updates up to which the time limits in checks are not extended."""
 _LONG_S, _PROMPT_S = 12.0, 5.0
 """How long a check may sample for one request, and how long one prompt may take, not counting attention."""
 _SHORTEST = 256

@@ -34,7 +34,8 @@ LEVEL = "partials"
 _NUM_TOKENS = 600
 """Number of tokens that a request asks for: more than it has sampled when it is aborted."""
 _SEED = 67
-"""Seed of the request. No other check uses it: an engine with drafts could repeat an earlier request in a few steps."""
+"""Seed of the aborted request. No other check uses it, because an engine with drafts could otherwise repeat an earlier
+request in a few steps."""
 _OTHER_SEED = 68
 """Seed of the request that is answered meanwhile. No other check uses it either, for the same reason."""
 _SAMPLED = 64
@@ -159,7 +160,7 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
     before_s = await fill_slots(subject, "before any request was aborted", _LIMIT_S)
     ((other, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
     several = subject.request(n=2 * num_slots, max_tokens=subject.remaining_tokens(), seed=1)
-    alike = f"{several.request_id}0"  # begins with the other's id
+    alike = f"{several.request_id}0"  # begins with the id of `several`
     similar = subject.request(max_tokens=_length(subject)).model_copy(update={"request_id": alike})
     answers = [subject.begin(subject.endpoint.generate(request)) for request in (similar, several)]
     await until_running(subject, num_slots, _LIMIT_S, f"fewer than {num_slots} sequences ran")
@@ -187,7 +188,7 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
 
 
 async def _abort_several(subject: EndpointSubject, unknown: str) -> None:
-    """Require that one call aborts several requests, although its first id is not that of a running request."""
+    """Require that one call aborts several requests, even if the first id belongs to no running request."""
     requests = [subject.request(max_tokens=subject.remaining_tokens(), seed=70 + i) for i in range(3)]
     answers = [subject.begin(subject.endpoint.generate(request)) for request in requests]
     await subject.generate(max_tokens=_MEANWHILE)

@@ -134,7 +134,7 @@ async def _end(subject: EndpointSubject, update: WeightUpdate, weights: Referenc
 @check("E-33", "updates", deadline_s=40, look_at=_PAUSED)
 async def newcomers_wait(subject: EndpointSubject) -> None:
     """Requests that arrive during a pause wait, and are then served by the weights that are in service when it ends."""
-    other = subject.reference.perturbed("B")  # whose keys and values differ too
+    other = subject.reference.perturbed("B")  # weights whose keys and values differ too
     for weights, ending in ((subject.reference.weights, "an abort"), (other, "a commit")):
         update = await subject.publisher.request(other)
         waiting = subject.start(3, 16)

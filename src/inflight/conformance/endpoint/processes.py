@@ -96,7 +96,7 @@ async def server_killed(subject: EndpointSubject) -> None:
     update = await publisher.request(subject.reference.weights)
     pending: dict[str, asyncio.Task[Any]] = {
         "generate": subject.begin(opened.endpoint.generate(subject.request())),  # waits: sampling is paused
-        "receive_weights": subject.begin(opened.endpoint.receive_weights(publisher.transfer(update, 0))),  # unsent
+        "receive_weights": subject.begin(opened.endpoint.receive_weights(publisher.transfer(update, 0))),  # never sent
     }
     await asyncio.sleep(0.3)
     opened.process.kill()

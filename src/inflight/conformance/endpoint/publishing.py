@@ -257,7 +257,7 @@ class SteppedPublisher:
             await self.send(update, weights, index, base=base)
 
     async def send_bucket(self, update: WeightUpdate, bucket: WeightBucket, *, delay_s: float = 0.0) -> None:
-        """Send a bucket while the endpoint receives it or, over a transport that stores buckets, before."""
+        """Send a bucket while the endpoint receives it, or before that if the transport stores buckets."""
         transfer = self.transfer(update, bucket.index)
         if bucket.checksum is not None:
             transfer = bucket_transfer(bucket, update.ref, TRANSFER_TIMEOUT_S)

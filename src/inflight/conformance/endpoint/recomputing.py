@@ -98,7 +98,7 @@ def _long_requests(subject: EndpointSubject, turn: int) -> list[GenerateRequest]
 def _after_the_update(
     subject: EndpointSubject, request: GenerateRequest, completion: Completion, version: int, weights: ReferenceWeights
 ) -> tuple[int, float]:
-    """Return how many tokens have this version, and how much their logprobs differ at most from a fresh start's."""
+    """Return how many tokens have this version, and the largest difference of their logprobs from a fresh start's."""
     start = next((span.start for span in completion.version_spans if span.version == version), None)
     if start is None:
         return 0, 0.0
@@ -149,7 +149,7 @@ async def _drawn_across_an_update(
 
 
 def _run_length(subject: EndpointSubject) -> int:
-    """Return a length so large that in only one of a million checks does a run of tokens occur twice by chance."""
+    """Return the length of token runs at which any run occurs twice by chance in only one of a million checks."""
     num_pairs = (_NUMBERS * subject.capabilities.max_model_len) ** 2 / 2
     return math.ceil(math.log(num_pairs / _FALSE_ALARM) / math.log(subject.capabilities.vocab_size))
 

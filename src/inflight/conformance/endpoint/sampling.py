@@ -32,7 +32,8 @@ _OTHER_SEEDS = (1000, 2**64 - 4, -(2**63))
 """The last two lie at the ends of the unsigned and the signed 64-bit range. If seeds are cut to fewer bits, they
 repeat."""
 _LARGE_VOCABULARY = 10_000
-"""From this vocabulary size on, the intervals of tokens are so narrow that rounding in 16 bits changes most draws."""
+"""In a vocabulary of at least this size, the intervals of tokens are so narrow that rounding in 16 bits changes most
+draws."""
 _FEWEST_DRAWS, _DRAW_S = 256, 20.0
 """Drawing ends early once at least this many draws have been made and this many seconds have passed."""
 _LEAST_EXPECTED = 5.0

@@ -132,7 +132,7 @@ async def refused_scores(subject: EndpointSubject) -> None:
         request = _plain(subject, token_ids, 1)
         await subject.require_raises(_endpoint(subject).score(request), InvalidRequestError, what)
     request = _plain(subject, subject.prompt(), 1).model_copy(update={"top_k": can.max_top_k + 1})
-    refusals = (UnsupportedError, InvalidRequestError)  # the latter where no message may ask for so many
+    refusals = (UnsupportedError, InvalidRequestError)  # the latter if no message may request so many
     await subject.require_raises(_endpoint(subject).score(request), refusals, f"top_k {can.max_top_k + 1}")
     if can.candidates:
         request = _plain(subject, (1, 2), 1).model_copy(update={"candidates": ((3, can.vocab_size),)})
@@ -263,11 +263,11 @@ def _gap(
     start: int = 0,
     end: int | None = None,
 ) -> float:
-    """Return the largest difference between a response's logprobs, of scored tokens, likeliest tokens and candidates,
-    and the reference's ``logprobs_NV`` under ``weights``.
+    """Return the largest difference between a response's logprobs and those of the reference.
 
-    In 16 bits, alternatives are left out, and so are unlikely tokens whose logprobs under these weights are changed too
-    much by rounding alone.
+    The logprobs of scored tokens, likeliest tokens and candidates are compared with ``logprobs_NV``, the reference's
+    logprobs under ``weights``. In 16 bits, alternatives are left out, and so are unlikely tokens whose logprobs under these
+    weights are changed too much by rounding alone.
     """
     part = slice(start, end)
     scored_N = chosen(logprobs_NV, request.token_ids[request.start :])[part]

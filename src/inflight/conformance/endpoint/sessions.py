@@ -168,7 +168,7 @@ async def returning_run(subject: EndpointSubject) -> None:
     run_id = subject.publisher.run_id
     earlier: list[SteppedPublisher] = []
     owner = subject.publisher
-    for number, own_run in enumerate((True, True, False, True)):  # the run, again, another run, and the run
+    for number, own_run in enumerate((True, True, False, True)):  # the run twice, another run, the run again
         incarnation = 1 + (await endpoint.weight_version()).incarnations.get(run_id, 0) if own_run else 1
         wanted = len(earlier) + 1
         require(

@@ -225,7 +225,7 @@ class EndpointSubject:
         return await self.enter(contextlib.aclosing(self.opened.connect()))
 
     def prompt(self, length: int = 12, seed: int = 0) -> tuple[int, ...]:
-        """Return random ids from the whole vocabulary; no text would be encoded as these ids."""
+        """Return random ids from the whole vocabulary. No text would be encoded as these ids."""
         return tuple(random.Random(seed).choices(range(self.capabilities.vocab_size), k=length))
 
     @property

@@ -46,7 +46,7 @@ _FIRST_S = 20.0
 @look_at("whether ids pass through text, whether a first token is added, and which step a logprob is read from")
 async def ids_as_sent(subject: EndpointSubject) -> None:
     """The token ids of a prompt are used unchanged: logprobs are those of the reference after the same ids."""
-    # No text encodes to these prompts.
+    # No text would be encoded as these ids.
     weights = subject.reference.weights
     prompts = [subject.prompt(length, seed=length) for length in (1, 2, 3, 12, 40)]
     prompts.append(tuple(range(subject.capabilities.vocab_size - 8, subject.capabilities.vocab_size)))

@@ -139,7 +139,7 @@ async def large_logits(subject: EndpointSubject) -> None:
         try:
             request, completion = await subject.ask(temperature=temperature, max_tokens=24)
         except (InvalidRequestError, UnsupportedError) as error:
-            if temperature <= 2:  # others may be refused
+            if temperature <= 2:  # higher ones may be refused
                 raise
             subject.note(**{f"temperature={temperature:g}": f"refused: {error}"})
             continue

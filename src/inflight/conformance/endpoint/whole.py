@@ -32,7 +32,7 @@ _PROMPT_LENGTH = 128
 _DRAW_S = 15.0
 """After this many seconds, no further tokens are requested from a slow endpoint."""
 _NUM_SPECIAL, _MOST_DRAWS, _DRAWS_PER_REQUEST = 24, 2048, 128
-"""Number of special tokens that are expected, the most draws that may be needed for this, and draws per request. The
+"""Expected number of special tokens, the maximum number of draws that this may take, and the draws per request. The
 probability that a correct sampler draws no special token is exp(-_NUM_SPECIAL)."""
 _DOUBT = 0.05
 """Share of the requested distribution mixed into that of each default, so that no single token rules out a default."""

@@ -65,7 +65,7 @@ class Faults:
         self.aborted: set[TestedServer] = set()
         """Servers that received an update with the policy ``abort``."""
         self.over: set[tuple[TestedServer, int, UpdateRef]] = set()
-        """Sessions that have ended, each with the server and its process. Late calls of them must have no effect."""
+        """Ended sessions, each with the server and its process. Late calls from these sessions must have no effect."""
         self.incarnations: dict[tuple[TestedServer, int], int] = {}
         """The highest incarnation of the run that has joined each server process."""
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ async def _ignore_errors(call: Awaitable[Any]) -> None:
 
 
 class FaultyEndpoint(InferenceEndpoint):
-    """One caller's connection to server number ``index``, with faults injected into the calls of a trainer or a client.
+    """The connection of one caller, a trainer or a client, to server number ``index``, with faults injected into calls.
 
     Once ``is_dead`` is set, the caller is dead: all of its calls raise `UnreachableError`.
     """

@@ -193,7 +193,10 @@ class _Schedule:
         return trainer
 
     def _train(self, trainer: FleetTrainer, num_versions: int, random_: random.Random, version: int) -> int:
-        """Connect, and publish ``num_versions`` versions until the trainer is dead or fenced; return the next version."""
+        """Connect, and publish versions until the trainer dies or is fenced, at most ``num_versions``.
+
+        Return the next version to publish.
+        """
         if not trainer.connect():
             return version
         if trainer is not self._trainers[0]:

@@ -33,7 +33,7 @@ _COLDEST = 0.05
 )
 def logprobs_equal_transformers(subject: WorkerSubject) -> None:
     """forward() gives the logprobs that transformers computes from the same checkpoint, whose logits exceed 100."""
-    # Rounding grows with the logits, which are _STEEPNESS times those of the kit's other checkpoints.
+    # Rounding grows with the logits, which are STEEPNESS times those of the kit's other checkpoints.
     _compare(subject, make_batch((40,), seed=1), model=subject.steep_model(STEEPNESS), factor=STEEPNESS)
 
 
@@ -172,7 +172,7 @@ def _compare(
     found: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> None:
-    """Fail unless the targets' logprobs match those of transformers; record the differences, including those to
+    """Fail unless the targets' logprobs match those of transformers; record the differences, including those from
     logprobs shifted by one token.
 
     The temperature-scaled logits, and therefore their rounding errors, are ``factor`` times as large as usual.

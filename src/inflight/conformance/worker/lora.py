@@ -46,7 +46,7 @@ def the_gradient_is_that_of_the_halves(subject: WorkerSubject) -> None:
         accumulate(worker, [mine])
         subject.compare_norm(worker, reference.lora_gradient_norm(batches), f"of A and B, {what}")
     later = gathered(worker)
-    # A is so much larger than B that the norm does not show its gradient.
+    # A is so much larger than B that the norm does not show the gradient of A.
     same = [name for name in later if torch.equal(later[name].double(), lora[name])]
     words = f"once B is not zero, a step leaves {len(same)} tensors unchanged: {shortened(same, 3)}"
     subject.require_on_all_ranks(not same, words)

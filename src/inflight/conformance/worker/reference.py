@@ -28,7 +28,7 @@ from inflight.wire import LoraSpec
 
 
 class ReferenceModel:
-    """Transformers' computation of a checkpoint, whose weights may be replaced."""
+    """A checkpoint loaded by transformers; its weights may be replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
