@@ -266,8 +266,8 @@ def _gap(
     """Return the largest difference between a response's logprobs and those of the reference.
 
     The logprobs of scored tokens, likeliest tokens and candidates are compared with ``logprobs_NV``, the reference's
-    logprobs under ``weights``. In 16 bits, alternatives are left out, and so are unlikely tokens whose logprobs under these
-    weights are changed too much by rounding alone.
+    logprobs under ``weights``. In 16 bits, alternatives are left out, and so are unlikely tokens whose logprobs under
+    these weights are changed too much by rounding alone.
     """
     part = slice(start, end)
     scored_N = chosen(logprobs_NV, request.token_ids[request.start :])[part]
