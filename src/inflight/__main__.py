@@ -1,4 +1,4 @@
-"""``python -m inflight`` is the command ``inflight``."""
+"""Runs the command ``inflight`` when started as ``python -m inflight``."""
 
 import sys
 

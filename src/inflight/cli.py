@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
-    except Exception as error:  # the last catch: a defect, or an error of a plugin
+    except Exception as error:  # the last resort: a defect, or an error in a plugin
         if os.environ.get(TRACEBACK_VARIABLE):
             raise
         print(_describe_defect(error), file=sys.stderr)

@@ -10,8 +10,8 @@
     │   ├── DeadlineError            no answer in time: the endpoint's state is unknown
     │   ├── ProtocolError            the answer breaks the contract: the endpoint's state is unknown
     │   ├── PoisonedError            weights are torn until a complete update or a restart
-    │   ├── BusyError                its memory cannot be released now; nothing changed
-    │   └── ReleasedError            the weights are whole, and are served once its memory is restored
+    │   ├── BusyError                the endpoint's memory cannot be released now; nothing changed
+    │   └── ReleasedError            the weights are whole, and are served once the memory is restored
     ├── UpdateError
     │   ├── UpdateRefusedError       before any byte was sent: the old weights are still served
     │   │   └── FencedError          another incarnation of this run's trainer has taken over; stop
@@ -208,7 +208,7 @@ class PrecisionWarning(UserWarning):
 
 
 def error_from_code(code: str, message: str, endpoint: str = "") -> InflightError:
-    """Return the error that ``code`` names, for raising on this side of a connection.
+    """Return the error that has this ``code``, to be raised on this side of a connection.
 
     An unknown code, such as one from a newer peer, yields an `EndpointError` that quotes the code.
     """

@@ -1,8 +1,8 @@
 """Values within one process: frozen dataclasses that all packages share.
 
-Shape suffixes: T packed tokens of one micro-batch, S its segments, M its tokens that images fill, L layers, K experts
-that compute a token in a layer, or the tokens that are scored at its position. Importing this module does not load
-torch, because only annotations refer to it.
+Shape suffixes: T packed tokens of one micro-batch, S its segments, M its tokens that images fill, L layers, K the
+experts that compute a token in a layer, or the tokens that are scored at one position. Importing this module does not
+load torch, because only annotations refer to torch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Rollout:
     """One token sequence to train on: a prompt and its continuation.
 
     For a task, the continuation is one finished completion. For an environment, sampled turns alternate with
-    observations: ``turns`` specifies where, and the other completion tokens have a logprob of 0.0 and no version span.
+    observations: ``turns`` contains the ranges of the turns, and the other completion tokens have a logprob of 0.0 and
+    no version span.
     """
 
     prompt_token_ids: Sequence[int]
@@ -94,7 +95,7 @@ class Rollout:
     role: str = ""
     """The role that the model plays, in episodes with several roles; rewards are compared within a role."""
     images: Sequence[PromptImage] = ()
-    """Their positions are indices into all tokens, starting with the prompt's."""
+    """The positions of the images are indices into the prompt and completion tokens together."""
     routed_experts: RoutedExperts | None = None
     """The experts of all tokens, starting with the prompt's; None if they are unknown."""
     teacher: TeacherScores | None = None
@@ -137,7 +138,7 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
-        """Number of training tokens in all completions."""
+        """Total number of tokens in all rollouts, including their prompts."""
         return sum(rollout.num_tokens for rollout in self.rollouts)
 
 
@@ -181,7 +182,7 @@ class MicroBatch:
     temperature_T: torch.Tensor
     """float32 [T], above 0"""
     versions_T: torch.Tensor
-    """int64 [T], version that sampled the token, -1 in prompts"""
+    """int64 [T], version that sampled the token, -1 in prompts and observations"""
     reference_logprobs_T: torch.Tensor | None = None
     """float32 [T], logprobs under the frozen reference; or None"""
     teacher_logprobs_T: torch.Tensor | None = None
@@ -266,7 +267,7 @@ class StepResult:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Weights on the move
+# Weight updates
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,11 +285,11 @@ class WeightBucket:
     checksum: str | None = None
     """The checksum as in `inflight.wire.BucketTransfer`; None if it was not computed"""
     ref: UpdateRef | None = None
-    """The update that the bucket belongs to; senders refuse a bucket of a different one. None is not checked"""
+    """The update that the bucket belongs to; senders refuse a bucket of a different update. None: not checked"""
     ready: torch.cuda.Event | None = None
     """The event after which the bytes are ready. Readers on another stream wait for it. None: the bytes are ready"""
     others: tuple[SentBytes, ...] = ()
-    """The parts of the bucket that the other ranks send, ordered by rank from rank 1 on"""
+    """The parts of the bucket that the other ranks send, in rank order, starting with rank 1"""
 
 
 class EndpointOutcome(StrEnum):
@@ -365,7 +366,7 @@ class PublishReport:
         return all(e.outcome is EndpointOutcome.APPLIED for e in self.endpoints)
 
     def summary(self) -> str:
-        """Return one line with every endpoint's outcome; endpoints with the same outcome and detail share it."""
+        """Return one line with every endpoint's outcome, grouping endpoints with the same outcome and detail."""
         alike: dict[tuple[EndpointOutcome, str], list[str]] = {}
         for endpoint in self.endpoints:
             alike.setdefault((endpoint.outcome, endpoint.detail), []).append(endpoint.endpoint)

@@ -1,4 +1,4 @@
-"""The contracts of inflight as Protocols, and nothing else.
+"""The contracts of inflight, defined as Protocols.
 
 An endpoint is one inference server seen from outside; its methods are async. A worker is one trainer rank; its methods
 are sync and SPMD: every rank makes the same calls in the same order. Any endpoint and any worker that satisfy these

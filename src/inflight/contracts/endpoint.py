@@ -32,9 +32,9 @@ class InferenceEndpoint(Protocol):
     """An inference server: these methods are all that inflight needs.
 
     docs/contract.md contains the table of its states. If an update fails after its first byte was applied, the state is
-    POISONED: `generate` raises `PoisonedError` until an update completes or the server restarts. The calls of an update
-    with a ``session_id`` are idempotent. Every method may raise `UnreachableError`, `DeadlineError` or `ProtocolError`;
-    the state is then unknown.
+    POISONED: `generate` raises `PoisonedError` until an update completes or the server restarts. If an update has a
+    ``session_id``, its calls are idempotent. Every method may raise `UnreachableError`, `DeadlineError` or
+    `ProtocolError`; the state is then unknown.
     """
 
     @property
@@ -50,17 +50,17 @@ class InferenceEndpoint(Protocol):
     async def init_process_group(self, spec: TransportSpec) -> None:
         """Leave any earlier group and join the one that ``spec`` describes; returns when all ranks have joined.
 
-        The sender joins concurrently. From now on the endpoint accepts updates only from the run that owns the group.
+        The sender joins concurrently. From then on the endpoint accepts updates only from the run that owns the group.
         Raises `TransferError` if the group is not formed within ``spec.timeout_s`` seconds; the endpoint then belongs
         to no group and serves as before. Raises `FencedError` if a later incarnation of the run's trainer has already
-        called.
+        called this endpoint.
         """
 
     @abstractmethod
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """Accept an update and, unless it is staged, pause sampling as ``update.in_flight`` specifies.
 
-        After such a pause, no token is being sampled on return. Raises `UpdateRefusedError` if the manifest does not
+        If it pauses, no token is being sampled on return. Raises `UpdateRefusedError` if the manifest does not
         fit the model, the version is not newer, the run does not own the group, another update is open, or the drain
         does not end within ``update.deadline_s`` seconds: the old weights are still served, and nothing may be sent.
         """
@@ -171,7 +171,7 @@ class DraftingEndpoint(InferenceEndpoint, Protocol):
 
     @abstractmethod
     async def record_history(self, history: DraftHistory) -> None:
-        """Remember finished completions; later requests with the same prompts draft their tokens from them.
+        """Remember finished completions, from which later requests with the same prompts are drafted.
 
         Replaces the earlier history of these prompts. Raises `UnsupportedError` if drafts are not supported.
         """

@@ -1,4 +1,4 @@
-"""The Protocol of an engine: how to start its server, how to attach to one, and how it uses GPUs.
+"""The Protocol of an engine: how to start its server or attach to a running one, and how the server uses GPUs.
 
 Adapters register an `EngineKind` under the entry point group ``inflight.engines``.
 """
@@ -91,7 +91,7 @@ class GpuUse:
     context: int | None = None
     """Length of the longest sequence in tokens; None means the model's maximum."""
     stages_on_gpu: bool = False
-    """Whether each GPU keeps a whole update that arrives over NCCL or CUDA IPC in its memory until the commit."""
+    """Whether an update that arrives over NCCL or CUDA IPC is kept whole in each GPU's memory until the commit."""
 
 
 class EngineKind(Protocol):
@@ -121,7 +121,7 @@ class EngineKind(Protocol):
 
     @property
     def release_arguments(self) -> Sequence[str]:
-        """Return the command-line arguments with which a server on a GPU can release its memory."""
+        """Return the command-line arguments that enable a server on a GPU to release its memory."""
         return ()
 
     @property
@@ -142,7 +142,7 @@ class EngineKind(Protocol):
         raise ConfigError(f"{self.name} does not run in the process that serves it, so it cannot be loaded there")
 
     def command(self, options: EngineOptions, host: str, port: int) -> list[str]:
-        """Return the arguments to the Python interpreter that start a server to which inflight can attach."""
+        """Return the arguments with which the Python interpreter starts a server that inflight can attach to."""
         raise ConfigError(
             f"inflight does not start {self.name}: attach to a running server with {self.name}+http://HOST:PORT"
         )

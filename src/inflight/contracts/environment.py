@@ -40,8 +40,9 @@ class Conversation(Protocol):
     async def say(self, *messages: Message | str) -> Reply:
         """Append messages and return the model's answer; a string is a user message.
 
-        Raises `ContextFullError` if the context leaves no token for the answer, and `InvalidRequestError` if the chat
-        template refuses a message; nothing is appended then. If an endpoint fails, the turn is sampled on another one.
+        Raises `ContextFullError` if the context has no room for an answer, and `InvalidRequestError` if the chat
+        template refuses a message; in both cases, nothing is appended. If an endpoint fails, the turn is sampled on
+        another one.
         """
 
     @abstractmethod
@@ -75,11 +76,11 @@ class Episode(Protocol):
 
     @abstractmethod
     async def openai_url(self, role: str = "") -> str:
-        """Return a base URL for clients of OpenAI's API, whose calls become part of this episode.
+        """Return a base URL for OpenAI API clients; their calls become part of this episode.
 
-        It ends with ``/e/KEY/v1``, where KEY is a secret that identifies the episode and the role. Clients may also
-        send KEY as the API key. Each role has its own URL; a reward that is posted there belongs to that role. Raises
-        `UnsupportedError` if no proxy is running.
+        The URL ends with ``/e/KEY/v1``, where KEY is a secret that identifies the episode and the role. Clients may
+        also send KEY as the API key. Each role has its own URL; a reward that is posted there belongs to that role.
+        Raises `UnsupportedError` if no proxy is running.
         """
 
     @property
@@ -87,7 +88,7 @@ class Episode(Protocol):
     def posted_reward(self) -> float | None:
         """Return the reward that a client has posted for the episode.
 
-        If there is none, return the mean of the rewards posted for its roles, or None without any.
+        If there is none, return the mean of the rewards posted for the episode's roles, or None if there are none.
         """
 
 

@@ -40,17 +40,17 @@ class StalenessPolicy(Protocol):
     def can_train(self, first_version: int, trainer_version: int) -> bool:
         """Return whether a completion whose first token was sampled by ``first_version`` may still be trained on.
 
-        That is, whether `mask` may keep any of its tokens, including tokens not yet sampled, in a step from
-        ``trainer_version`` or a later version. The default is True. If the result is False for every completion of a
-        group, the run stops sampling the group and drops it.
+        That is, whether `mask` may keep any of the completion's tokens, including tokens not yet sampled, in a step
+        from ``trainer_version`` or a later version. The default is True. If the result is False for every completion of
+        a group, the run stops sampling the group and drops it.
         """
         return True
 
     def after_step(self, version: int, effective_sample_size: float | None) -> None:
         """Update the policy after the step that produced ``version``. Raise `TrainerError` to stop the run.
 
-        The default does nothing. ``effective_sample_size`` is computed from the step's importance ratios, as a share
-        between 0 and 1, or None if the loss has no ratios.
+        The default does nothing. ``effective_sample_size`` is a share between 0 and 1, computed from the step's
+        importance ratios; it is None if the loss has no ratios.
         """
         return
 
@@ -103,7 +103,7 @@ class Scheduler(Protocol):
     def metrics(self) -> Mapping[str, float]:
         """Return the scheduler's own metrics since the last call, and reset them; none by default.
 
-        They become part of the last step's row of metrics.
+        The run adds them to the metrics of the last step.
         """
         return {}
 

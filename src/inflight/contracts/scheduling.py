@@ -92,7 +92,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A scored item was trained on, or dropped without being trained on."""
+    """A scored item was trained on, or was dropped instead."""
 
     time_s: float
     item: int
@@ -103,7 +103,7 @@ class Settled:
 class StepWanted:
     """The run begins to collect groups for the step that starts from ``version``.
 
-    ``num_groups`` is an estimate of how many groups it needs. In conventional mode the estimate covers a whole phase.
+    ``num_groups`` estimates how many groups the step needs. In conventional mode the estimate covers a whole phase.
     """
 
     time_s: float

@@ -71,7 +71,7 @@ class ShardedWeightSource(WeightSource, Protocol):
 
     @abstractmethod
     def shardings(self) -> Sequence[Sharding]:
-        """Return which boxes of each tensor of `parameter_specs` each rank sends; empty if tensors must be gathered.
+        """Return, for each tensor of `parameter_specs`, which boxes each rank sends; empty if tensors must be gathered.
 
         The result is the same on every rank. Never communicates.
         """
@@ -128,9 +128,9 @@ class TrainerWorker(WeightSource, Protocol):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         """Return trainer logprobs [T] of the packed targets: float32, differentiable, 0.0 where there is no target.
 
-        They are natural logarithms at each token's own temperature, on the batch's device, and in float64 if the model
-        is. Segments do not attend to each other. Several forward passes may precede their backward passes, which may
-        run in any order.
+        They are natural logarithms at each token's own temperature, on the batch's device. If the model is in float64,
+        so are they. Segments do not attend to each other. Several forward passes may precede their backward passes,
+        which may run in any order.
         """
 
     @abstractmethod
@@ -263,10 +263,10 @@ class ReplayingWorker(Protocol):
 
 @runtime_checkable
 class BackgroundSaver(Protocol):
-    """A `TrainerWorker` that can also save while it trains.
+    """A `TrainerWorker` that can save a checkpoint in the background while it trains.
 
-    At most one save is in progress. Meanwhile every method of `TrainerWorker` may be called; `save` and `load` first
-    wait for it to end.
+    At most one save is in progress. Meanwhile, every method of `TrainerWorker` may be called; `save` and `load` first
+    wait for that save to end.
     """
 
     @abstractmethod
@@ -315,14 +315,14 @@ class TrainingLoad:
     num_ranks: int
     tokens_per_micro_batch: int
     untrained_models: tuple[Path, ...] = ()
-    """Further checkpoints that each rank holds to compute logprobs with them: the initial model, and teachers."""
+    """Other checkpoints that each rank holds in order to compute logprobs: the initial model, and teachers."""
 
 
 @runtime_checkable
 class WorkerKind(Protocol):
-    """A kind of trainer, which creates its ranks and reports what a run must know before it starts them.
+    """A kind of trainer: it creates the workers, and reports what a run must know before it starts the ranks.
 
-    A configuration names it by an entry point of the group ``inflight.workers``, or by ``module:attribute``.
+    A configuration refers to it by an entry point in the group ``inflight.workers``, or by ``module:attribute``.
     """
 
     trains_lora: bool = False
@@ -330,7 +330,7 @@ class WorkerKind(Protocol):
 
     @abstractmethod
     def create(self, settings: Mapping[str, object]) -> TrainerWorker:
-        """Return this process's rank; collective over torch's default process group.
+        """Return the worker of this process's rank. Collective over torch's default process group.
 
         A run sets ``model_path``, ``dtype``, ``wire_dtype``, ``master_dtype``, ``total_steps``, the fields of
         `inflight.model.optimizer_settings.OptimizerSettings`, the options in ``train.trainer_options``, and, if they
@@ -339,9 +339,9 @@ class WorkerKind(Protocol):
         """
 
     def memory(self, settings: Mapping[str, object], load: TrainingLoad) -> Sequence[MemoryTerm] | None:
-        """Return the estimated GPU memory of the rank that needs most, without its CUDA context; None if unknown.
+        """Return the estimated GPU memory of the rank that needs the most, without its CUDA context; None if unknown.
 
-        Terms of the phase ``sampling`` are omitted if trainers and servers do not alternate. Raises `ConfigError`
+        Terms for the phase ``sampling`` are omitted if trainers and servers do not alternate. Raises `ConfigError`
         if the settings or the model cannot be used.
         """
         return None

@@ -105,7 +105,7 @@ class SendsFromDevice(Protocol):
     @property
     @abstractmethod
     def sends_from_device(self) -> bool:
-        """Return whether it sends from that device; both sides then compute checksums on their devices."""
+        """Return whether the sender sends from that device. If so, both sides compute checksums on their devices."""
 
 
 @runtime_checkable
@@ -132,7 +132,7 @@ class Transport(Protocol):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Return the name of the entry point, such as ``gloo``; the specs of its sender carry it as ``transport``."""
+        """Return the name of the entry point, such as ``gloo``, which is the ``transport`` in the sender's specs."""
 
     @property
     @abstractmethod
@@ -155,7 +155,7 @@ class Transport(Protocol):
 
     @abstractmethod
     def receiver(self, spec: TransportSpec, *, rank: int, device: torch.device | None) -> WeightReceiver:
-        """Return the end of one rank of an endpoint, for a spec of `spec_type`.
+        """Return the receiving end for one rank of an endpoint. ``spec`` is a `spec_type`.
 
         ``rank`` counts the endpoint's own ranks from 0, and ``device`` is where the rank has its weights.
         """

@@ -71,8 +71,8 @@ class TrustTv(Piece):
     """Rejects targets whose probability has already moved too far (DPPO-TV, arXiv 2602.04879).
 
     pi is the trainer's probability and mu the behaviour policy's. Rejects targets with A > 0 and pi - mu > ``high``,
-    and targets with A < 0 and mu - pi > ``low``. Without ``by_sign``, both bounds apply to any advantage (prime-rl's
-    IPO).
+    and targets with A < 0 and mu - pi > ``low``. Without ``by_sign``, both bounds apply whatever the advantage
+    (prime-rl's IPO).
     """
 
     kind: Literal["trust_tv"] = "trust_tv"

@@ -110,11 +110,12 @@ def one_pass(
     ``loss_of`` takes the logprobs of some targets and their rows, and returns these targets' part of the loss, a
     scalar. The loss must therefore be a sum over targets in which no term depends on the logprob of another target.
     Logits of ``chunk_size`` targets and the whole vocabulary are in memory at a time and are computed once, which takes
-    a third less arithmetic than two passes. A later factor on the result is applied to the finished gradients. Raises
-    the same errors as `chunked_logprobs`, and `InvalidRequestError` if a part of the loss is not a scalar.
+    a third less arithmetic than two passes. A factor that later multiplies the result is applied to the finished
+    gradients. Raises the same errors as `chunked_logprobs`, and `InvalidRequestError` if a part of the loss is not a
+    scalar.
     """
     check_arguments(hidden_NH, weight_VH, targets_N, temperature_N, bias_V, chunk_size)
-    # Without elements, but in the graph of the inputs: keeping it alive does not keep them alive.
+    # Has no elements, but is in the graph of the inputs: keeping it alive does not keep the inputs alive.
     origin = sum(tensor[:0].sum() for tensor in (hidden_NH, weight_VH, bias_V) if tensor is not None)
     return _OnePass.apply(  # type: ignore[no-any-return, no-untyped-call]
         hidden_NH,

@@ -106,7 +106,7 @@ def decode_metrics(encoded: Mapping[str, Sequence[float]]) -> Metrics:
 def ratio_metrics(trainer_logprobs_N: torch.Tensor, behaviour_logprobs_N: torch.Tensor) -> Metrics:
     """Return metrics of the raw ratios w = exp(trainer - behaviour) of the targets, in float64.
 
-    ``ratio`` and ``ratio_squared`` are the means of w and w^2 (see `effective_sample_size`), ``max_abs_log_ratio`` is
+    ``ratio`` and ``ratio_squared`` are the means of w and w^2 (see `effective_sample_size`); ``max_abs_log_ratio`` is
     the largest abs(log w). ``behaviour_kl_k1`` and ``behaviour_kl_k3`` estimate KL(behaviour || trainer) in nats per
     token, by the means of -log w and of w - 1 - log w (http://joschu.net/blog/kl-approx.html). Log ratios are clamped
     to +-300 for all metrics except the maximum.
@@ -152,7 +152,7 @@ def pull_metrics(targets: Targets, pull_N: torch.Tensor) -> dict[str, Metric | M
 
     ``pull`` is the mean of the weights that targets have in the gradient, apart from advantage and denominator.
     ``sequence_pull`` is the mean of each sequence's mean pull, and ``sequence_ratio`` that of exp(sum of log ratios)
-    over sequences, with the sum clamped to +-300. Each of them has a ``_squared``, the mean of the squares.
+    over sequences, with the sum clamped to +-300. For each, ``NAME_squared`` is the mean of the squares.
     """
     counts_S = targets.segment_sum(torch.ones_like(targets.behaviour_N))
     with_targets = counts_S.nonzero().squeeze(1)

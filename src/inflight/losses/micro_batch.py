@@ -36,12 +36,12 @@ def collate(
     *,
     share_prefixes: bool = False,
 ) -> MicroBatch:
-    """Return the samples packed in order, each with prompt and completion as one segment; if none, `empty_micro_batch`.
+    """Return the samples packed in order, each with its prompt and completion as one segment.
 
-    With ``share_prefixes``, the micro-batch states which tokens have the same prefix, for a `PrefixSharingWorker`. A
-    temperature of 0 (greedy) becomes 1, because behaviour logprobs are then computed from the unscaled logits. Values
-    at masked tokens become 0. ``image_tensors`` is required if rollouts have images. Raises `InvalidRequestError` for a
-    sample that has no prompt or whose fields differ in length.
+    Without samples, returns `empty_micro_batch`. With ``share_prefixes``, the micro-batch states which tokens have the
+    same prefix, for a `PrefixSharingWorker`. A temperature of 0 (greedy) becomes 1, because behaviour logprobs are then
+    computed from the unscaled logits. Values at masked tokens become 0. ``image_tensors`` is required if rollouts have
+    images. Raises `InvalidRequestError` for a sample that has no prompt or whose fields differ in length.
     """
     if not samples:
         return empty_micro_batch(device)

@@ -1,7 +1,7 @@
 """`PolicyLoss`: combines a ratio, a gate, corrections, penalties and denominators.
 
-`inflight.losses.prepare` first counts over the whole optimizer step. The loss is then a plain sum over targets, so
-losses and gradients add up to the same result however segments are split into micro-batches and ranks.
+`inflight.losses.prepare` first makes counts over the whole optimizer step. The loss is then a plain sum over targets,
+so losses and gradients add up to the same result however segments are split into micro-batches and ranks.
 
 Shape suffixes: T packed tokens, N targets, S segments, P prompts, K candidate tokens at a target's position.
 """
@@ -123,7 +123,7 @@ class PolicyLoss(Piece):
 
     @property
     def has_terms_without_advantage(self) -> bool:
-        """Whether targets with an advantage of 0 have a gradient, from imitation, a teacher, or a KL to a reference.
+        """Whether targets with an advantage of 0 have a gradient, from a penalty (such as a KL) or from distillation.
 
         The squared log ratio does not count, because it only limits the effect of the policy term.
         """
@@ -202,8 +202,9 @@ class PolicyLoss(Piece):
         targets.
 
         Targets are the tokens selected by ``loss_mask_T``, in order. Raises `InvalidRequestError` if the loss couples
-        targets: its `locality` must be ``token``, its denominators must count before rejection, and it must not need
-        entropies. Otherwise this function and the returned one raise the same errors as a call.
+        targets: its `locality` must be ``token``, its denominators must count before rejection, and it must need
+        neither entropies nor the teacher's top-k tokens. Otherwise this function and the returned one raise the same
+        errors as a call.
         """
         rejects = bool(self.corrections) and any(map(counts_after_rejection, self._aggregations))
         if self.locality != "token" or rejects or self.needs & {"entropy", "teacher_top"}:
@@ -253,7 +254,7 @@ class PolicyLoss(Piece):
     def _sum(
         self, targets: Targets, weight_N: torch.Tensor, keep_N: torch.Tensor, shares: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss, the weight of each target in its gradient, and additional values to average.
+        """Return the loss, the weight of each target in the gradient, and additional values to average.
 
         ``shares`` are the weights from the denominators of the policy term and of each penalty.
         """

@@ -39,7 +39,7 @@ def prepare(
     completions in the whole step; pass it if some completions are in no micro-batch because all their tokens are
     masked. By default, the segments of all micro-batches except `empty_micro_batch` are counted.
 
-    Raises `InvalidRequestError` if something is missing, and the errors that `PolicyLoss` raises for its targets.
+    Raises `InvalidRequestError` if something is missing, and the errors that `PolicyLoss` raises for invalid targets.
     """
     if trainer_logprobs is not None and len(trainer_logprobs) != len(batches):
         raise InvalidRequestError(

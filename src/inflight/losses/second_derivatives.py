@@ -36,7 +36,7 @@ def only_once(backward: Callable[..., tuple[torch.Tensor | None, ...]]) -> Calla
 def without_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a backward function that raises `UnsupportedError` if the gradients' graph is requested (create_graph).
 
-    Use it for gradients that are sent to other processes, because a graph cannot extend to these.
+    Use it for gradients that are sent to other processes, because a graph cannot span processes.
     """
 
     @wraps(backward)

@@ -1,4 +1,4 @@
-"""The logits of the head, tile by tile. A tile has some of the targets and a part of the vocabulary.
+"""The logits of the log-probability head, tile by tile. A tile covers some targets and a part of the vocabulary.
 
 Shape suffixes: N targets, C targets of one tile, K scored tokens of each target, H hidden, V vocabulary, W the tile's
 part of it.
