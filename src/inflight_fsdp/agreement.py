@@ -18,7 +18,7 @@ def first_failure(failure: str | None, device: torch.device, group: dist.Process
     """Return the failure of the lowest rank that has failed, or None; collective over a group of all ranks.
 
     Every rank returns the same failure; on the other ranks, the failed rank's number precedes it. The group must be
-    able to communicate from ``device``; None means the default group.
+    able to communicate from ``device``; without ``group``, the default group is used.
     """
     if dist.get_world_size() == 1:
         return failure

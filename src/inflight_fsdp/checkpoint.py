@@ -152,9 +152,9 @@ def _prepare(path: Path, fresh: Path, state: TrainerState) -> None:
 
 
 def _put_in_place(fresh: Path, path: Path) -> None:
-    """Rename ``fresh`` to ``path``.
+    """Move an earlier checkpoint aside, rename ``fresh`` to ``path``, and delete the earlier checkpoint.
 
-    If the process dies between the two renames, `load_checkpoint` finds the old checkpoint.
+    If the process dies between the two renames, `load_checkpoint` finds the earlier checkpoint.
     """
     retired = _previous_path(path)
     for directory in sorted({file.parent for file in fresh.rglob("*") if file.is_file()}):
@@ -248,7 +248,7 @@ def _own_pieces(
 
 
 def _header(tensors: Sequence[ShardedTensor]) -> tuple[bytes, dict[str | None, int]]:
-    """Return the header of a safetensors file with these tensors in this order, and each one's offset after the header.
+    """Return the header of a safetensors file with these tensors, in order, and each tensor's offset after the header.
 
     The key None holds the end of the last tensor.
     """

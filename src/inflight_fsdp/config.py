@@ -24,8 +24,8 @@ _BITS = {"bfloat16": 16, "float32": 32, "float64": 64}
 class RankLayout:
     """The division of work among ranks.
 
-    The nearest neighbours share tensors. Groups of them share rows, then come the shares of the data, and finally the
-    pipeline stages.
+    From the innermost division to the outermost: neighbouring ranks share tensors, groups of them share packed rows,
+    groups of those have their own share of the data, and the outermost groups are the pipeline stages.
     """
 
     num_ranks: int

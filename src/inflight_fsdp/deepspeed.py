@@ -37,8 +37,8 @@ class DeepSpeedConfig(WorkerConfig):
     LABEL: ClassVar[str] = "DeepSpeed"
 
     zero_stage: Literal[1, 2, 3] = 3
-    """What is sharded across ranks: in every stage the float32 weights and the moments, from stage 2 also the
-    gradients, and in stage 3 also the weights that layers compute with."""
+    """What is sharded across ranks: every stage shards the float32 weights and the moments, stages 2 and 3 also shard
+    the gradients, and stage 3 also shards the weights that layers compute with."""
     zero_options: dict[str, Any] = Field(default_factory=dict)
     """Additional keys for DeepSpeed's ``zero_optimization``, such as ``stage3_param_persistence_threshold``."""
 
@@ -75,7 +75,7 @@ class DeepSpeedConfig(WorkerConfig):
 
 
 def create_worker(config: DeepSpeedConfig | Mapping[str, object]) -> DeepSpeedWorker:
-    """Return this process's rank of a worker, like `inflight_fsdp.create_worker`."""
+    """Return the worker of this process's rank, like `inflight_fsdp.create_worker`."""
     return make_worker(DeepSpeedWorker, parse_config(config, DeepSpeedConfig))
 
 
@@ -124,7 +124,7 @@ class DeepSpeedWorker(ShardedWorker):
         self._engine.backward(loss)
 
     def _update(self, settings: AdamSettings | None) -> StepResult:
-        """Have DeepSpeed take a step. It does not call the optimizer if it finds a gradient that is not finite."""
+        """Have DeepSpeed take a step, in which it calls the optimizer only if all gradients are finite."""
         self._has_gradients = False
         self._boundary.update = partial(super()._update, settings)
         self._engine.step()
@@ -147,7 +147,7 @@ class DeepSpeedWorker(ShardedWorker):
 
     @torch.no_grad()
     def _compute_with_masters(self) -> None:
-        """Copy the float32 weights to those that layers compute with, as at the end of a step; collective."""
+        """Copy the float32 weights to the weights that layers compute with, as at the end of a step; collective."""
         zero = self._engine.optimizer
         if not hasattr(zero, "fp32_partitioned_groups_flat"):
             zero.update_lp_params()

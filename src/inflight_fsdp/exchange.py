@@ -118,7 +118,7 @@ class RankExchange:
         self._until(deadline, rank, lambda left: operation([tensor], rank, 0).wait(left))
 
     def _until(self, deadline: float, rank: int, call: Callable[[timedelta], Any]) -> Any:
-        """Return the result of ``call``, which receives the time left. Raises `TransferError` that names ``rank``."""
+        """Return the result of ``call``, which receives the time left. Raises a `TransferError` naming ``rank``."""
         try:
             return call(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:

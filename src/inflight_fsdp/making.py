@@ -11,7 +11,7 @@ from inflight_fsdp.worker import FsdpWorker
 
 
 def create_worker(config: WorkerConfig | Mapping[str, object]) -> FsdpWorker:
-    """Return this process's rank of a worker; collective over torch's default process group.
+    """Return the worker of this process's rank. Collective over torch's default process group.
 
     Without a default group, a group of one is created, and `FsdpWorker.close` ends it. With ``lora`` the worker is an
     `FsdpLoraWorker`. Raises `ConfigError` or `UnsupportedError` on every rank if the settings or the model cannot be

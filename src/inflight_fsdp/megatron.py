@@ -41,7 +41,7 @@ from inflight_fsdp.sharding import read_shards, shardings_of
 
 
 def create_worker(config: MegatronConfig | Mapping[str, object]) -> MegatronWorker:
-    """Return this process's rank of a worker, like `inflight_fsdp.create_worker`."""
+    """Return the worker of this process's rank, like `inflight_fsdp.create_worker`."""
     return make_worker(MegatronWorker, parse_config(config, MegatronConfig))
 
 
@@ -170,7 +170,7 @@ class _Part:
         self._sum = None
 
     def compute_with_master(self) -> None:
-        """Copy the stored weights to those that layers compute with."""
+        """Copy the stored weights to the weights that layers compute with."""
         if self.local is not self._computed:
             self._computed.copy_(self.local)
 

@@ -1,4 +1,4 @@
-"""AdamW over one rank's local shards, in full precision or in 8 bits, with its learning rate and the global norm.
+"""AdamW over one rank's local shards, in full precision or in 8 bits; learning-rate schedules; the gradient norm.
 
 AdamW works element by element, so it can use plain local tensors. This avoids the cost of dispatching every operation
 through DTensor.

@@ -67,7 +67,7 @@ class ShardedParameters:
 
     @functools.cached_property
     def _held(self) -> list[dict[str, list[StoredBox]]] | None:
-        """The boxes of trained parameters' stored tensors that each rank sends; None if any tensor must be gathered.
+        """The boxes that each rank sends, by the stored tensor's name; None if any tensor must be gathered.
 
         Ranks that hold the same parts take turns, so that a different rank sends each parameter.
         """
@@ -87,7 +87,7 @@ class ShardedParameters:
         return held
 
     def wire_shardings(self) -> Sequence[wire.Sharding]:
-        """Return which boxes of each tensor of `specs` each rank sends; empty if the tensors must be gathered.
+        """Return, for each tensor of `specs`, which boxes each rank sends; empty if the tensors must be gathered.
 
         Never communicates.
         """

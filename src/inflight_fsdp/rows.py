@@ -179,7 +179,7 @@ def _row(
 
 
 def head_exchange(ranks: RankLayout, device: torch.device) -> HeadExchange | None:
-    """Return the exchange among the ranks that share this rank's rows, or None if it shares none; collective."""
+    """Return the exchange among the ranks that share this rank's rows, or None if no ranks share rows; collective."""
     if ranks.context == 1:
         return None
     shape = (ranks.num_ranks // ranks.context // ranks.tensor, ranks.context, ranks.tensor)

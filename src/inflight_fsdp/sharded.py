@@ -237,7 +237,7 @@ class ShardedWorker(
 
     @torch.no_grad()
     def step(self, settings: AdamSettings | None = None) -> StepResult:
-        """Raises `TrainerError`, and changes nothing, if `backward` was not called since the last step."""
+        """Take a step. Raises `TrainerError`, and changes nothing, if `backward` was not called since the last step."""
         if not self._has_gradients:
             raise TrainerError(f"step was called at version {self._version} without a gradient: call backward first")
         return self._update(settings)
@@ -273,14 +273,14 @@ class ShardedWorker(
         )
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Frozen parameters are omitted."""
+        """Return the specs of the tensors to publish; frozen parameters are omitted."""
         return self._parameters.specs()
 
     def frozen_names(self) -> Sequence[str]:
         return self._parameters.frozen_names()
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yielded tensors share no memory with the parameters."""
+        """Yield the full tensors, which share no memory with the parameters."""
         return self._parameters.gather(self.parameter_specs(), buckets)
 
     def shardings(self) -> Sequence[wire.Sharding]:
@@ -291,11 +291,11 @@ class ShardedWorker(
             yield from self._parameters.local(self.parameter_specs(), buckets)
 
     def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
-        """The first call forms a group of all ranks."""
+        """Exchange messages with the other ranks. The first call forms a group of all ranks."""
         return self._between_ranks.exchange(message, timeout_s)
 
     def save(self, path: Path) -> None:
-        """Every rank writes its shards. A directory that is not a worker's checkpoint is not replaced.
+        """Write a checkpoint, with every rank writing its shards. Only an earlier checkpoint of a worker is replaced.
 
         Waits for any background save; if that save fails, its error is raised and nothing is written.
         """
@@ -315,7 +315,7 @@ class ShardedWorker(
         return self._saves.is_running
 
     def load(self, path: Path, *, optimizer: bool = True) -> None:
-        """Every rank reads its shards from ``path``; gradients are cleared.
+        """Load a checkpoint, with every rank reading its shards from ``path``, and clear the gradients.
 
         Waits for any background save, which may be writing to ``path``; `finish_save` still reports how it ended.
         """

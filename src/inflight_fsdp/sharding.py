@@ -1,4 +1,4 @@
-"""Which part of each tensor each rank holds, gathering the parts, and reading only a rank's own part from a file."""
+"""Finds which part of each tensor each rank holds, gathers the parts, and reads a rank's own part from a file."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _box(edges: Sequence[tuple[int, int]], num_dims: int) -> Box | None:
 def runs_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield each run of a box that is contiguous in the whole tensor, in order.
 
-    A run is returned as the index of its first element in the whole tensor, and the leading indices that select it from
-    the box.
+    Each run is represented by the index of its first element in the whole tensor, and the leading indices that select
+    the run from the box.
     """
     cut = [dim for dim, (part, size) in enumerate(zip(box, shape, strict=True)) if part.stop - part.start < size]
     last = max(cut, default=0)

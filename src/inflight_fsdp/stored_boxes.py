@@ -1,4 +1,4 @@
-"""Which boxes of the stored tensors make up a rank's part of a parameter, so that ranks can send it without gathering.
+"""Finds the boxes of stored tensors that make up a rank's part of a parameter, so that the rank can send its part.
 
 A parameter may be stored as several tensors. Each of them must be a box of the parameter, possibly reshaped.
 """
@@ -73,7 +73,7 @@ def _is_row_major(
 ) -> bool:
     """Return whether a stored tensor contains the elements of the box in order, as far as samples show.
 
-    The samples are the lines through its first element along each dimension, and 256 random elements.
+    The samples are the lines through the tensor's first element along each dimension, and 256 random elements.
     """
     num_elements = math.prod(stored_shape)
     samples = torch.randint(num_elements, (256,), generator=torch.Generator().manual_seed(0))
@@ -109,7 +109,7 @@ def held_boxes(blocks: Sequence[StoredBlock], sharding: Sharding, rank: int) -> 
 def _stored_boxes(block: StoredBlock, common: Box, sharding: Sharding, part: Box) -> list[StoredBox] | None:
     """Return the boxes of a stored tensor that make up ``common``, which lies in both the block and a rank's ``part``.
 
-    Returns None if they cannot be expressed as boxes.
+    Returns None if boxes of the stored tensor cannot express ``common``.
     """
     found = []
     for piece in _pieces(common, block, sharding):

@@ -50,7 +50,7 @@ from inflight_fsdp.torchtitan_modules import TitanPolicy
 
 
 def create_worker(config: TorchTitanConfig | Mapping[str, object]) -> TorchTitanWorker:
-    """Return this process's rank of a worker; collective over torch's default process group.
+    """Return the worker of this process's rank. Collective over torch's default process group.
 
     Without a default group, a group of one is created, and `TorchTitanWorker.close` ends it. Raises `ConfigError` or
     `UnsupportedError` on every rank if the settings or the model cannot be used.
@@ -176,8 +176,9 @@ def _parallelize(
 ) -> None:
     """Shard the decoder as TorchTitan does, except that a tied head stays tied to its embedding.
 
-    TorchTitan cuts the two separately for tensor parallelism, and ties them only after FSDP2 has treated them as two
-    parameters. If ranks have parts of different sizes, FSDP2 then computes with an embedding that no step changes.
+    TorchTitan cuts head and embedding separately for tensor parallelism, and ties them only after FSDP2 has treated
+    them as two parameters. If ranks have parts of different sizes, FSDP2 then computes with an embedding that no step
+    changes.
     """
     cut = decoder.parallelize
 

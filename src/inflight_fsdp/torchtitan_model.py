@@ -29,7 +29,7 @@ from inflight_fsdp.torchtitan_config import TorchTitanConfig
 from inflight_fsdp.torchtitan_modules import Experts, LogprobHead, Router, SegmentAttention
 
 _NO_INIT = {"weight": skip_param_init, "bias": skip_param_init}
-"""A no-op, because weights come from a checkpoint."""
+"""Initializers that do nothing, because weights come from a checkpoint."""
 HEAD, EMBEDDING = "lm_head.weight", "tok_embeddings.weight"
 
 

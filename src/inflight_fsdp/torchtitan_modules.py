@@ -1,7 +1,7 @@
 """Replacements for modules of TorchTitan's models, and a model as a function from rows to logprobs.
 
-TorchTitan's attention implementations have no backward pass on a CPU, and its head returns logits. It always computes
-experts in bfloat16, and runs their router under an autocast that CPUs do not support.
+TorchTitan's attention implementations have no backward pass on a CPU, and its head returns logits. TorchTitan always
+computes experts in bfloat16, and runs their router under an autocast that CPUs do not support.
 
 Shape suffixes: N targets, R tokens of a row; those of TorchTitan's modules are B batch, L length, N heads, H head size,
 D model, F feed-forward, E experts, K experts of a token, R routed tokens.
@@ -124,7 +124,7 @@ class Experts(GroupedExperts):  # type: ignore[misc]
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Return [R, D]; the tokens must be sorted by expert.
 
-        An expert without tokens also computes, with an empty batch.
+        Experts without tokens also run, on an empty batch.
         """
         weights = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)]
         tokens = torch.split(x_RD, num_tokens_per_expert_E.tolist())

@@ -21,8 +21,7 @@ from inflight.losses.pieces import Piece
 from inflight.losses.targets import Targets
 
 KlEstimator = Literal["k1", "k2", "k3", "k3_straight_through", "ratio_k1", "ratio_k3"]
-"""How KL(trainer || reference) enters the loss (arXiv 2506.09477; gradients are with respect to the trainer's
-logprobs):
+"""How KL(trainer || reference) enters the loss (arXiv 2506.09477; gradients are with respect to trainer logprobs):
 
 - ``k1``: d. Its expected gradient is 0, so it does not regularize.
 - ``k2``: d^2 / 2. On-policy, its gradient is that of the reverse KL.
