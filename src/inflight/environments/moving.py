@@ -37,7 +37,7 @@ class MovingSampler:
     """Samples the turns of one episode, on one endpoint after another.
 
     ``failures`` are the errors after which a turn continues on another endpoint. Each is passed to ``on_failure``,
-    which may raise it to abandon the turn. Turns then wait until `go_to` names another endpoint.
+    which may raise it to abandon the turn. Turns then wait until `go_to` is called with another endpoint.
     """
 
     def __init__(self, failures: tuple[type[Exception], ...], on_failure: Callable[[Exception], None]) -> None:
@@ -62,7 +62,7 @@ class MovingSampler:
         self._asking.cancel()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Return the completion of a request. Errors outside ``failures`` propagate, as do those of ``on_failure``."""
+        """Return the completion of a request. Errors not in ``failures``, or raised by ``on_failure``, propagate."""
         done: Completion | None = None
         for number in range(2**31):
             place = await self._here()
@@ -116,7 +116,7 @@ class MovingSampler:
                 self._failed(place, ProtocolError("the stream ended without a finish reason"))
 
     async def _answer(self, place: TurnSampler, call: Awaitable[T]) -> T | None:
-        """Return an endpoint's answer; None if the endpoint fails, or if the turn leaves it in the meantime."""
+        """Return an endpoint's answer; None if the endpoint fails, or if the turn leaves that endpoint meanwhile."""
         try:
             return await self._asking.run(call)
         except EndedByOwnerError:

@@ -113,7 +113,7 @@ class PlayLoop:
 class _Thread:
     """One thread and the episodes that it runs.
 
-    Unless noted, methods are called from the event loop that created it.
+    Unless noted, methods are called from the event loop in which the object was created.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class _Thread:
         elif (error := task.exception()) is not None:
             if not played.done():
                 played.set_exception(error if isinstance(error, Exception) else RuntimeError(f"it raised {error!r}"))
-                played.exception()  # marks it as retrieved; it is used only if it came in time
+                played.exception()  # marks it as retrieved; it is used only if the call ended in time
         elif not played.done():
             played.set_result(task.result())
 

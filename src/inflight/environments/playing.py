@@ -47,8 +47,8 @@ _LATE_S = 1.0
 
 @dataclass(eq=False)
 class PlayingEpisode(Episode):
-    """An episode that is being played on one endpoint. It can be used from any event loop; requests run in the one that
-    created it.
+    """An episode that is being played on one endpoint. It can be used from any event loop; its requests run in the loop
+    in which it was created.
 
     The first error of ``generate`` is kept in ``error``, because the episode has failed even if its environment catches
     the error.
@@ -120,7 +120,7 @@ class PlayingEpisode(Episode):
     ) -> tuple[int, Completion]:
         """Sample one turn and record it; return the turn's number and completion.
 
-        Raises `ContextFullError` if the prompt fills the context, `InvalidRequestError` if the episode has ended.
+        Raises `ContextFullError` if the prompt fills the context, and `InvalidRequestError` if the episode has ended.
         """
         return await self._at_home(lambda: self._sample(prompt_token_ids, role, sampling, images))
 
@@ -277,9 +277,9 @@ class PlayedConversation(Conversation):
 async def play(
     environment: Environment, item: TaskItem, episode: PlayingEpisode, loop: PlayLoop, timeout_s: float
 ) -> PlayedEpisode:
-    """Play one episode to its end. Errors of the environment become the ``failure`` of the returned episode.
+    """Play one episode to its end. Errors from the environment become the ``failure`` of the returned episode.
 
-    Errors of the endpoint are raised: the episode can then be played again.
+    Errors from the endpoint are raised: the episode can then be played again.
     """
 
     async def whole() -> tuple[Any, tuple[str, str] | None]:

@@ -45,7 +45,7 @@ class RecordedCall(WireModel):
 
 
 class PlayedEpisode(WireModel):
-    """A finished episode. ``failure`` states why it does not count, if it failed."""
+    """A finished episode. If it failed, ``failure`` states why it does not count."""
 
     calls: tuple[RecordedCall, ...] = ()
     reward: float = 0.0
@@ -75,7 +75,7 @@ class PlayedEpisode(WireModel):
         """Return the token streams to train on; ``episode`` is the number of this episode in its group.
 
         An agent's background calls, for example to generate a title, are omitted: these are calls that offer no tools
-        and name a different model from the first call with tools.
+        and specify a different model from the first call with tools.
         """
         main = next((call.model for call in self.calls if call.has_tools), "")
         return [
@@ -120,7 +120,7 @@ class EpisodeRecording:
         return len(self._calls) - 1
 
     def describe(self, number: int, *, model: str, has_tools: bool) -> None:
-        """Record which model and tools a client of the proxy specified in a turn."""
+        """Record which model a client of the proxy specified in a turn, and whether it offered tools."""
         update = {"model": model, "has_tools": has_tools}
         self._calls[number] = self._calls[number].model_copy(update=update)
 

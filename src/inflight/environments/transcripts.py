@@ -85,7 +85,7 @@ class ChatTemplate:
     def opening(self, messages: Sequence[Message], tools: Sequence[Tool] = (), max_tokens: int | None = None) -> Prompt:
         """Return the prompt of a new conversation.
 
-        Raises `InvalidRequestError` if the template refuses it, or if a long text cannot fit in ``max_tokens``.
+        Raises `InvalidRequestError` if the template refuses a message, or if a text cannot fit in ``max_tokens``.
         """
         text = self._render(messages, tools)
         token_ids, images = self._placed(self._encode(text, max_tokens, is_start=True), messages)

@@ -1,1 +1,1 @@
-"""Environments and agents of other libraries."""
+"""Environments and agents from other libraries."""

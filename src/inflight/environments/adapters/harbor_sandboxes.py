@@ -353,7 +353,7 @@ _SHARED_LOGS = 'bash /tests/test.sh; status=$?; chmod -R a+rwX /logs/verifier /t
 def container_engine(image: str) -> str:
     """Return the path of the first engine that has an image.
 
-    If none has it, raises a `ConfigError` with each answer.
+    If none has it, raises a `ConfigError` that states what each engine answered.
     """
     answers = []
     for name in ("docker", "podman"):

@@ -35,7 +35,7 @@ _REFUSED = {
 }
 
 MachineProblem = Callable[[str | None], str | None]
-"""Returns why this machine cannot run a task with this image, or without one if it is None; returns None if it can."""
+"""Returns why this machine cannot run a task that needs an image (None: no image), or None if it can run the task."""
 Positive = Annotated[float, Field(gt=0)]
 Megabytes = Annotated[int, Field(ge=64, le=2**20)]
 Environ = dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str]

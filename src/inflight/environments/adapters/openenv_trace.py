@@ -17,8 +17,8 @@ def training_trace(played: PlayedEpisode, session_id: str) -> dict[str, Any]:
     """Return the calls of an episode as the JSON of a `TrainingTrace`, with one turn for each call, in order.
 
     ``metadata`` has ``version_spans`` (``version``, ``start`` and ``end`` over the turn's completion), the ``role``,
-    the ``reward`` of that role and of the turn, and ``finish_reason``. Prompts are context, and every sampled token is
-    trained on. Calls that sampled nothing are omitted. Raises ``ValueError`` for an episode that failed.
+    the ``reward`` of that role, the ``turn_reward`` and the ``finish_reason``. Prompts are context, and every sampled
+    token is trained on. Calls that sampled nothing are omitted. Raises ``ValueError`` for an episode that failed.
     """
     if played.failure is not None:
         raise ValueError(f"a failed episode has no trace to train on: {played.failure}")

@@ -16,8 +16,8 @@ class Retry(Environment):
     """An episode presents one item of a task and gives the model up to ``tries`` turns to answer it.
 
     ``task`` and ``params`` specify the task, as ``task.name`` and ``task.params`` do in a run. An answer that scores 1
-    ends the episode. The reward is the score of the last answer, multiplied by ``discount`` for each earlier try. For
-    runs that assign credit by turn, each turn's reward is its discounted improvement on the best score so far.
+    ends the episode. The reward is the score of the last answer, multiplied by ``discount`` once for each earlier try.
+    For runs that assign credit by turn, each turn's reward is its discounted improvement on the best score so far.
     """
 
     def __init__(

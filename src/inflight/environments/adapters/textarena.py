@@ -63,7 +63,8 @@ def listed_moves(messages: Sequence[Message]) -> list[str]:
 class Game:
     """One game of TextArena. Its methods block, and may be called from any thread.
 
-    They raise `TaskError` if another game does not end its move within a minute: games share Python's random state.
+    The methods raise `TaskError` if another game does not end its move within a minute, because games share Python's
+    random state.
     """
 
     _moving: ClassVar[str] = ""

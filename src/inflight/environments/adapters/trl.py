@@ -101,7 +101,7 @@ _OWN = frozenset({"prompt", "completion", "completion_ids"})
 
 
 def tool_methods(environment: Any) -> list[Callable[..., Any]]:
-    """Return the methods that are tools, by name: all public methods except ``reset`` and ``get_reward``."""
+    """Return the methods that are tools, sorted by name: all public methods except ``reset`` and ``get_reward``."""
     return [
         getattr(environment, name)
         for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)

@@ -30,8 +30,8 @@ class VerifiersEnvironment(Environment):
     """A taskset, named as in verifiers, such as ``gsm8k_v1``; item i is its i-th task.
 
     ``taskset`` is the name, or a table of the taskset's options with its ``id``; ``agent`` and ``env`` are the tables
-    of those names in a configuration of verifiers. Unless ``agent`` specifies otherwise, the harness is `ChatLoop`,
-    with at most 16 turns. With several agents (``env = { id = ... }``), the reward is the mean over the agents that are
+    with these names in a verifiers configuration. Unless ``agent`` specifies otherwise, the harness is `ChatLoop`, with
+    at most 16 turns. With several agents (``env = { id = ... }``), the reward is the mean over the agents that are
     trained. A finite taskset is repeated after its last task. The taskset itself determines the order of tasks and any
     randomness.
     """

@@ -1,7 +1,7 @@
 """The recording proxy as a Starlette application: agents play episodes through OpenAI's or Anthropic's API.
 
 Each episode has a secret key, in the path (``/e/KEY/v1/...``) or as the API key. Errors have Anthropic's format under
-``/v1/messages``, and OpenAI's elsewhere. A client that disconnects ends its request, and nothing of it is recorded.
+``/v1/messages``, and OpenAI's elsewhere. If a client disconnects, its request ends and is not recorded.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class EpisodeService:
         self.episodes = ServedEpisodes()
 
     async def attach(self, endpoints: Sequence[InferenceEndpoint]) -> None:
-        """Query the endpoints' capabilities. Their errors propagate."""
+        """Query the endpoints' capabilities. Errors from the endpoints propagate."""
         for endpoint in endpoints:
             self._hosts.append(_Host(endpoint, await endpoint.capabilities()))
 
@@ -141,7 +141,7 @@ class EpisodeService:
         while True:
             await asyncio.sleep(min(10.0, self._idle_timeout_s / 4))
             for served in self.episodes.close_idle(time.monotonic() - self._idle_timeout_s):
-                if served.answers.episode in self._host_of:  # not yet, by another role
+                if served.answers.episode in self._host_of:  # not yet forgotten under the key of another role
                     self._forget(served)
 
     async def _open(self, request: HttpRequest) -> Response:

@@ -38,7 +38,7 @@ class AnswerFormat(Protocol):
 
     @abstractmethod
     def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:
-        """Return the events that end an answer. They contain its tokens if none were streamed."""
+        """Return the events that end an answer. They contain the answer's tokens if none were streamed."""
 
     def failed(self, error: InflightError) -> list[dict[str, Any]]:
         """Return the events that end a failed stream."""

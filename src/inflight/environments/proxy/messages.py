@@ -75,7 +75,7 @@ class MessagesRequest(ProxyBody):
     tools: Items[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
     output_config: dict[str, Any] | None = None
-    """Of its fields, only ``format`` would change the answer; it is refused."""
+    """The field ``format``, the only one that would change the answer, is refused."""
     stop_sequences: Annotated[Items[StopString], Field(max_length=64)] | None = None
     stream: bool | None = None
     temperature: float | None = None

@@ -62,7 +62,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 
 class ProxyBody(BaseModel):
-    """Base of every request. A field that is not listed here or above is rejected, not ignored."""
+    """Base of every request. A field that neither the class nor the tables above list is rejected, not ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     _ignored: ClassVar[frozenset[str]] = _IGNORED

@@ -124,7 +124,7 @@ class ResponsesRequest(ProxyBody):
             return [{"role": "user", "content": self.input}]
         messages: list[dict[str, Any]] = []
         answers: dict[str, dict[str, Any]] = {}
-        """The message of each answer, by its id."""
+        """The message of each answer, by the answer's id."""
         for number, item in enumerate(self.input):
             message = _message(item, f"input.{number}")
             if message is None:
@@ -205,7 +205,7 @@ def _answer_of(item: Mapping[str, Any]) -> str | None:
 
 
 def _add(message: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Add another item of the same answer to its message."""
+    """Add another item of an answer to the answer's message."""
     message["content"] = (message["content"] or "") + (more["content"] or "") or None
     message["tool_calls"] = [*message.get("tool_calls", []), *more.get("tool_calls", [])]
 

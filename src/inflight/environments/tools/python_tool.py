@@ -130,13 +130,13 @@ class PythonTool:
         return {"type": "function", "function": function}
 
     async def run(self, code: object) -> PythonResult:
-        """Run the code until it ends or reaches a limit. When this returns, raises or is cancelled, none of its
-        processes is left.
+        """Run the code until it ends or reaches a limit. When this call returns, raises or is cancelled, none of the
+        code's processes is left.
 
-        Raises `UnsupportedError` if the machine refuses a part of the isolation, `TaskError` if the sandbox cannot be
-        started or does not end. In either case, the code has not run or has been killed.
+        Raises `UnsupportedError` if the machine refuses a part of the isolation, and `TaskError` if the sandbox cannot
+        be started or does not end. In either case, the code has not run or has been killed.
         """
-        if not isinstance(code, str):  # what a model calls with
+        if not isinstance(code, str):  # a model may pass anything
             return PythonResult("error", f"[the code must be a string, not {type(code).__name__}]", None)
         output = BoundedOutput(self.max_output_bytes)
         async with self._sandbox() as (process, report_fd):

@@ -134,7 +134,7 @@ def _failure(error: OSError) -> str:
 
 
 def _in_namespaces(report_fd: int, timeout_s: float, memory: int, disk: int, filters: bytes, paths: list[str]) -> str:
-    """Start init in its own namespaces and wait for its end; return the line to report if it was killed."""
+    """Start init in its own namespaces and wait until it ends; return the line to report if it was killed."""
     maps = {name: _id_map(name, own) for name, own in (("uid", os.geteuid()), ("gid", os.getegid()))}
     sources = [(path, os.path.realpath(path)) for path in paths]
     ready, go = os.pipe()
@@ -308,7 +308,7 @@ def _work(report_fd: int, scratch: str, timeout_s: float, memory: int, disk: int
 
 def _set_limits(timeout_s: float, memory: int, disk: int, confined: bool) -> None:
     limits = {"AS": memory, "CPU": int(timeout_s) + 1, "FSIZE": disk, "NOFILE": MAX_OPEN_FILES, "CORE": 0, "MEMLOCK": 0}
-    if confined:  # elsewhere the limit of processes counts all those of the user
+    if confined:  # otherwise the limit on processes would count all of the user's processes
         limits |= {"NPROC": MAX_THREADS + 2, "MSGQUEUE": 0, "RTPRIO": 0, "NICE": 0, "SIGPENDING": 64}
     for name, limit in limits.items():
         kind = getattr(resource, f"RLIMIT_{name}")

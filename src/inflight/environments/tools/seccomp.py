@@ -1,9 +1,9 @@
 """The seccomp filter of a sandbox, which specifies the system calls that the kernel refuses.
 
-Namespaces and a private root hide files, processes and networks. The filter blocks what these do not: more processes
-(so that the memory limit of one is the limit of all), other programs, new namespaces, memory that no limit counts
-(System V segments, memfd), sockets of families that a network namespace does not confine (vsock reaches the
-hypervisor), kernel keyrings, and calls that have often had exploitable bugs.
+Namespaces and a private root hide files, processes and networks. The filter blocks what these do not: additional
+processes (so that the memory limit of one process is the limit of all), other programs, new namespaces, memory that no
+limit counts (System V segments, memfd), sockets of families that a network namespace does not confine (vsock reaches
+the hypervisor), kernel keyrings, and calls that have often had exploitable bugs.
 """
 
 from __future__ import annotations
