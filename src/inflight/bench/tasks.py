@@ -1,4 +1,4 @@
-"""Samples tasks with a model, to find one that the model can learn, with some correct and some wrong answers."""
+"""Samples tasks with a model, to find one that the model can learn because only some of its answers are correct."""
 
 from __future__ import annotations
 

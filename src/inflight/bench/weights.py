@@ -76,7 +76,7 @@ class TransportResult:
     copy_s: Spread
     """The time of one copy of the same bytes in memory."""
     grown_bytes: int | None
-    """How much the memory of the publishing process grew at its peak, memory shared with the server included; None if
+    """How much the memory of the publishing process grew at its peak, including memory shared with the server; None if
     the system does not report it."""
 
     @property

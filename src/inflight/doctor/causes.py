@@ -91,7 +91,7 @@ class Finding:
 def diagnose(found: Examination) -> list[Finding]:
     """Return the causes that explain the results, most likely first; the list is empty if the pair is healthy."""
     findings = list(_findings(found))
-    if not findings and found.wrong_spans is not None:  # which compares logprobs, so any other cause shows there too
+    if not findings and found.wrong_spans is not None:  # this check compares logprobs, so other causes affect it too
         findings.append(Finding(CAUSES[10], found.wrong_spans))
     return findings
 

@@ -28,7 +28,7 @@ _NUM_SPAN_UPDATES = 3
 _MAX_PUBLISHES = 40
 """Maximum number of updates in the search for tensors whose changes do not arrive."""
 _NUM_LOST_PARTS = 8
-"""If the changes of this many parts are lost and those of none arrive, the changes of all parts are considered lost."""
+"""If there are at least this many parts and the changes of none arrive, the changes of all are considered lost."""
 _RUNNING_S, _LEAST_TOKENS, _MOST_TOKENS = 5.0, 48, 600
 """How many seconds completions run while weights change, and their minimum and maximum number of tokens."""
 _TOP_K = 8
@@ -93,7 +93,7 @@ class Examination:
 async def examine(pair: Pair, report: Callable[[str], None]) -> Examination:
     """Return the results of the experiments, each of which is run only if earlier results call for it.
 
-    Afterwards the endpoint serves test weights. Errors of the endpoint and the worker propagate. Before anything is
+    Afterwards the endpoint serves test weights. Errors from the endpoint and the worker propagate. Before anything is
     published, the errors of `check_served` may be raised as well.
     """
     subject = pair.subject
@@ -203,7 +203,7 @@ async def _filter_gap(pair: Pair) -> FilterGap | None:
 
 
 async def _prefix_gap(pair: Pair, report: Callable[[str], None]) -> PrefixGap:
-    """Sample a long prompt before and after an update, and another prompt only after it (X7)."""
+    """Sample a long prompt before and after an update, and another prompt only after the update (X7)."""
     subject = pair.subject
     report("a prompt before and after an update")
     await pair.set_weights(subject.reference.weights)
@@ -248,7 +248,7 @@ async def _wrong_spans(pair: Pair, token_s: float, report: Callable[[str], None]
 
 
 def _with_equal_experts(weights: ReferenceWeights) -> ReferenceWeights | None:
-    """Return weights in which all experts of a layer are copies of its first one and its router is zero.
+    """Return weights in which all experts of a layer are copies of its first expert, and its router is zero.
 
     Whichever experts are chosen, their outputs and router weights are then the same. The result is None if the model
     has no experts.

@@ -152,7 +152,7 @@ def levels_by_version(seen: Observations) -> list[Bin]:
 
 
 def merge_versions(versions: Sequence[Bin]) -> list[Bin]:
-    """Merge consecutive versions until each bin has enough tokens. Version 0 is only merged if it has too few."""
+    """Merge consecutive versions until each bin has enough tokens. Version 0 is merged only if it has too few."""
     least = max(MIN_TOKENS, sum(it.num_tokens for it in versions) // _MAX_BINS)
     bins: list[Bin] = []
     pending: list[Bin] = []
@@ -170,7 +170,7 @@ def merge_versions(versions: Sequence[Bin]) -> list[Bin]:
 
 
 def pool_bins(bins: Sequence[Bin]) -> Bin:
-    """Return one bin in place of consecutive ones; its level is the mean of theirs, weighted by tokens."""
+    """Return one bin in place of consecutive ones; its level is the mean of their levels, weighted by tokens."""
     total = sum(it.num_tokens for it in bins)
     return Bin(bins[0].first, bins[-1].last, total, sum(it.level * it.num_tokens for it in bins) / total)
 

@@ -1,2 +1,2 @@
-"""Replays recorded runs: repeats training without engines, repeats sampling on an engine, and imports rollouts of other
-frameworks."""
+"""Replays recorded runs: repeats training without engines, repeats sampling on an engine, and imports rollouts from
+other frameworks."""

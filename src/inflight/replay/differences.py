@@ -53,7 +53,7 @@ class StepDifference:
 
     @property
     def gradient_norm_difference(self) -> float | None:
-        """The difference between the gradient norms, relative to the recorded one."""
+        """The difference between the gradient norms, relative to the larger one; None if no norm was recorded."""
         if self.recorded_gradient_norm is None:
             return None
         scale = max(abs(self.recorded_gradient_norm), abs(self.gradient_norm))
@@ -77,7 +77,7 @@ class WeightDifference:
 
 
 def step_difference(step: RecordedStep, outcome: StepOutcome, logprobs: Sequence[Sequence[float]]) -> StepDifference:
-    """Return how a step differs; ``logprobs`` are the trainer logprobs of each sample's completion tokens."""
+    """Return how a step differs from its record; ``logprobs`` are the replay's, for each sample's completion tokens."""
     recorded = step.outcome
     unequal: list[str] = []
     figures: dict[str, tuple[float, float]] = {}

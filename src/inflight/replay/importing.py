@@ -88,7 +88,7 @@ def is_number(value: Any) -> bool:
 
 
 def are_numbers(value: Any) -> bool:
-    """Return whether a stored value is a list of such numbers."""
+    """Return whether a stored value is a list of numbers for which `is_number` is true."""
     return isinstance(value, list) and all(map(is_number, value))
 
 

@@ -40,7 +40,7 @@ class Resampled:
     largest_difference: float
     """Largest logprob difference of the tokens before that index, in nats."""
     parts_by_logprob_at: int | None
-    """Index of the first of these tokens whose logprobs differ by more than the tolerance."""
+    """Index of the first of these tokens whose two logprobs differ by more than the tolerance, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Scored:
     largest_difference: float
     """Largest logprob difference, in nats."""
     differs_at: int | None
-    """Index of the first token whose logprobs differ by more than the tolerance."""
+    """Index of the first token whose two logprobs differ by more than the tolerance, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class SamplingReplay:
     sampled: Sequence[Resampled]
     """Empty if nothing could be sampled again but something could be scored."""
     scored: Sequence[Scored]
-    """Empty unless the endpoint supports scoring, and the record has logprobs of temperature 1."""
+    """Empty unless the endpoint supports scoring, and the record has logprobs at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,7 @@ class _Asked:
 async def sample_again(
     record: Path, config: RunConfig, endpoint: InferenceEndpoint, *, version: int, num_groups: int, tolerance: float
 ) -> list[Resampled]:
-    """Repeat the sampling of recorded groups whose tokens were all sampled by ``version``, which the endpoint must
-    serve.
+    """Repeat the recorded requests whose tokens were all sampled by ``version``, which the endpoint must serve.
 
     Seeds, prompts and settings are those of the run. For a record in a run directory, the events show which completions
     formed a request; otherwise each group counts as one request. Completions that were continued after an abort are
@@ -228,8 +227,8 @@ def replay_sampling(
 ) -> SamplingReplay:
     """Run `score_again`, if the endpoint supports scoring, and `sample_again`; close the endpoint.
 
-    Errors of both propagate, except an `UnsupportedError` if tokens were scored. Raises `ConfigError` if nothing can be
-    compared.
+    Errors from both propagate, except an `UnsupportedError` if tokens were scored. Raises `ConfigError` if nothing can
+    be compared.
     """
 
     async def run() -> SamplingReplay:

@@ -28,7 +28,7 @@ _FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort", "fail
 
 
 def read_slime(files: Sequence[Path], *, temperature: float, reward_key: str | None) -> Found:
-    """Return the groups of each file, in the order of their ``rollout_id``. Raises `ConfigError`.
+    """Return the groups of each file, in the order of their ``rollout_id``. Raises `ConfigError` for an unusable file.
 
     Versions are counted from the oldest one in the files. slime records which versions a sample saw, but not where they
     changed, so a sample with several versions counts as sampled from its oldest one.

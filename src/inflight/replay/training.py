@@ -58,7 +58,7 @@ class Replayed:
     recorded_final: WeightsFile | None
     """None if the run has not ended, or if the replay ended earlier than the run."""
     weights: WeightDifference | None
-    """None if the recorded weights no longer exist, or are equal."""
+    """None if the weights are equal, or if the recorded ones no longer exist or cannot be compared."""
 
     @property
     def is_bit_equal(self) -> bool:
@@ -80,7 +80,7 @@ def replay_config(
     """Return the configuration of a replay in ``directory``: that of the recorded run, without its servers.
 
     ``base`` is used in place of the recorded configuration, which a record may lack. The trainer options of the run are
-    kept only if its trainer is kept. Raises `ConfigError`.
+    kept only if its trainer is kept. Raises `ConfigError` if there is no configuration, or an invalid one.
     """
     recorded = manifest.config if base is None else base
     if recorded is None:

@@ -20,7 +20,7 @@ from inflight.wire import VersionSpan
 
 
 def read_verl(files: Sequence[Path], *, tokenizer: Path, temperature: float) -> Found:
-    """Return the groups of each file, in the order of their steps. Raises `ConfigError`."""
+    """Return the groups of each file, in the order of their steps. Raises `ConfigError` for an unusable file."""
     loaded = load_tokenizer(tokenizer)
     if loaded is None:
         raise ConfigError(f"{str(tokenizer)!r} has no tokenizer: pass the model directory of the run with --tokenizer")

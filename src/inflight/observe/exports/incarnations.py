@@ -94,7 +94,7 @@ def turns_of(request: Row) -> list[TurnSpan]:
 def publish_parts(publish: Row) -> dict[str, tuple[float, float]]:
     """Return the start and end of each part of a publish, except parts whose duration is zero.
 
-    Both are times in the events of the process that published, in seconds. Events record only durations. A publish
+    Both are seconds on the event clock of the publishing process. Events record only the durations of parts. A publish
     begins with gathering and ends with the pause. When the pause begins, the weights have arrived and loading starts.
     """
     start, end = publish["start_s"], publish["end_s"]

@@ -2,8 +2,8 @@
 
 There is a trace for each step (a ``step`` span with a ``train`` span for each rank, and a ``publish`` span with its
 parts) and for each item (an ``item`` span with its ``request`` spans, which contain the ``turn`` spans of an episode).
-A step links to the items that it trained on. Ids are derived from the run id and the name of the span, so exporting a
-run twice gives the same spans.
+A step links to the items that it trained on. Ids are derived from the run id and the contents of the span, so exporting
+a run twice gives the same spans.
 
 Format: https://opentelemetry.io/docs/specs/otlp/#json-protobuf-encoding and
 https://opentelemetry.io/docs/specs/otel/protocol/file-exporter/

@@ -261,7 +261,7 @@ class _Trace:
 
 
 def _inner_slices(request: Row, shift_s: float) -> tuple[list[_Inner], list[_Inner]]:
-    """Return the slices inside a request and, separately, the turns that do not fit there because they overlap others.
+    """Return the slices inside a request and, separately, the turns that do not fit there because they overlap.
 
     The time between turns belongs to the episode's environment.
     """

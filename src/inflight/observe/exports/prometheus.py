@@ -1,4 +1,4 @@
-"""Prometheus metrics of a run, updated by its events, and the server that exposes them."""
+"""Prometheus metrics of a run, updated from its events, and the server that exposes them."""
 
 from __future__ import annotations
 

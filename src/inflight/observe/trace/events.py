@@ -134,7 +134,7 @@ class EpisodeFailed(Event):
 
 
 class StepTrained(Event):
-    """An optimizer step was taken. Its time excludes the publish after it, but not the wait for one that overlaps."""
+    """An optimizer step was taken. Its time excludes the publish after it, but includes waits for earlier publishes."""
 
     kind: Literal["train"] = "train"
     version: int

@@ -27,7 +27,7 @@ NUM_PARTS = 8
 """``events.jsonl`` is renamed when it has ``PART_BYTES``; ``NUM_PARTS`` files are kept, including ``events.jsonl``."""
 _CHUNK_BYTES = 1 << 17
 _MAX_LINE_BYTES = 64 << 20
-"""Size limits of an event, and of a compressed part, which is twice the maximum size of a part."""
+"""Size limit of one event, and of the contents of a compressed part."""
 _PART = re.compile(r"events\.(\d{1,9})\.jsonl(?:\.zst)?", re.ASCII)
 _COMPRESS_S = 10.0
 """How long, in seconds, compressing the last file may take once the run has ended."""
@@ -100,7 +100,10 @@ def begin_files(directory: Path) -> None:
 
 
 def resume_files(directory: Path, version: int) -> None:
-    """Remove incomplete data that a killed process left, and steps after ``version``, whose weights are lost."""
+    """Remove incomplete data that a killed process left behind, and the steps after ``version``.
+
+    The weights that those steps produced are lost.
+    """
     for path in _unfinished(directory):
         path.unlink()
     _keep_lines(directory / STEPS, lambda row: row["version"] <= version)

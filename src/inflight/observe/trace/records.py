@@ -59,7 +59,7 @@ class RecordManifest(StoredModel):
     source: str = "inflight"
     """The framework that produced the run."""
     config: dict[str, Any] | None = None
-    """The fields that the run's configuration sets; those of the last incarnation if it was resumed.
+    """The fields that the run's configuration sets; those of the last incarnation if the run was resumed.
 
     None if unknown.
     """
@@ -145,7 +145,8 @@ def record_of(path: Path) -> Path:
 
 
 def read_manifest(directory: Path) -> RecordManifest:
-    """Return the manifest of a record. Raises `ConfigError`."""
+    """Return the manifest of a record. Raises `ConfigError` if it is missing or damaged, or too new for this
+    release."""
     path = directory / MANIFEST
     try:
         values = json.loads(path.read_bytes())

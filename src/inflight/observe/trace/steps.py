@@ -1,4 +1,4 @@
-"""Converts a recorded step to JSON, for its structure, and flat arrays, for its tokens, and back.
+"""Converts a recorded step to JSON (its structure) and flat arrays (its tokens), and back.
 
 docs/replay.md describes every field.
 """

@@ -1,4 +1,4 @@
-"""Writing the page of finished runs as a single offline file that contains its data."""
+"""Writes the page of finished runs as a single offline file that contains the runs' data."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class ItemRow:
     reason: str = ""
     """Why the item was dropped."""
     version: int | None = None
-    """The version that was trained on the item."""
+    """The version that was produced by the step that trained on the item."""
     oldest: int | None = None
     newest: int | None = None
     endpoints: dict[str, None] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Items:
             del self._items[number]
 
     def page(self, state: str, order: str, offset: int, limit: int) -> dict[str, Any]:
-        """Return a page of the items in a state, sorted by ``newest``, ``reward``, ``length`` or ``lag``.
+        """Return a page of the items in a state, sorted by ``newest``, ``reward``, ``length`` or ``age``.
 
         If ``state`` is empty, items in all states are included.
         """

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class StepTable:
-    """Named numbers of steps, as their mean, minimum and maximum in each bin of consecutive versions."""
+    """Named numbers that steps report, as their mean, minimum and maximum in each bin of consecutive versions."""
 
     def __init__(self) -> None:
         self.width = 1

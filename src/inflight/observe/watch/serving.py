@@ -25,7 +25,7 @@ from inflight.observe.watch import views
 from inflight.observe.watch.model import RunModel
 
 FOLLOW_S = 0.5
-"""Seconds between checks of the files for new events; ``_TELL_S`` is the time between notifications of pages."""
+"""Seconds between checks of the files for new events; ``_TELL_S`` is the time between notifications to pages."""
 _TELL_S = 0.2
 _HEARTBEAT_S = 15.0
 _STEPS_S = 1.5
@@ -73,7 +73,7 @@ class Follower(threading.Thread):
                 self._stop_it.wait(FOLLOW_S)
         except InflightError as error:
             self._end(str(error))
-        except Exception as error:  # of events that are damaged, whose fields nothing has checked
+        except Exception as error:  # damaged events can cause any error, because nothing has checked their fields
             self._end(f"its events cannot be read: {type(error).__name__}: {error}")
         finally:
             self.run_model.reading.has_steps.set()
@@ -213,7 +213,7 @@ def _number(values: Mapping[str, Any], name: str, kind: type, default: Any = Non
 
 @contextlib.contextmanager
 def follow_runs(directories: Sequence[Path]) -> Any:
-    """Follow runs while the context is open, and yield their models."""
+    """Follow runs while the context is open, and yield their `RunModel` objects."""
     followers = [Follower(RunModel(directory)) for directory in directories]
     for follower in followers:
         follower.start()
