@@ -38,8 +38,8 @@ def first_failure(failure: str | None, device: torch.device, group: dist.Process
 def on_every_rank(do: Callable[[], T], device: torch.device) -> T:
     """Return the result of ``do`` if it succeeds on every rank; collective over the default group.
 
-    If it fails on some rank, that rank raises its own error, and every other rank raises a `ConfigError` that names the
-    rank and the error.
+    If it fails on some rank, that rank raises its own error, and every other rank raises a `ConfigError` that reports
+    the rank and the error.
     """
     try:
         result, error = do(), None

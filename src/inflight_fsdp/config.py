@@ -161,5 +161,5 @@ class WorkerConfig(OptimizerSettings):
 
 
 def parse_config(config: Config | Mapping[str, object], kind: type[Config]) -> Config:
-    """Return validated settings. Raises a `ConfigError` that names every wrong key."""
+    """Return validated settings. Raises a `ConfigError` that lists every wrong key."""
     return check_settings(kind, config, f"{kind.LABEL} worker") if isinstance(config, Mapping) else config

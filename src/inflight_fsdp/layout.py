@@ -1,6 +1,6 @@
 """How one parameter is stored in checkpoints: whole under its own name, or cut into several tensors.
 
-Servers and checkpoints use the names of Hugging Face; a trainer may compute with fused or permuted parameters.
+Servers and checkpoints use Hugging Face's names; a trainer may compute with fused or permuted parameters.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Sharding:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     boxes: tuple[Box | None, ...]
-    """The box of each rank; None if the rank holds nothing of the tensor. Several ranks may hold the same box."""
+    """The box of each rank; None if the rank holds no part of the tensor. Several ranks may hold the same box."""
     is_flat: bool = False
     """Whether boxes are ranges of the flattened tensor."""
 
@@ -91,7 +91,7 @@ class ShardedTensor:
     """This rank's part of a tensor that is sharded over ranks, and how the whole tensor is stored."""
 
     local: torch.Tensor
-    """The rank's box, in the trainer's own memory; empty if the rank holds nothing of the tensor."""
+    """The rank's box, in the trainer's own memory; empty if the rank holds no part of the tensor."""
     sharding: Sharding
     layout: Layout
 

@@ -43,7 +43,7 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(self, causal_lm: Any, routers: Routers | None = None) -> None:
-        """``routers`` are those that can replay a choice of experts; None if the model has no such routers."""
+        """``routers`` can replay a choice of experts; None if the model has no such routers."""
         super().__init__()
         self.causal_lm = causal_lm
         self.routing_shape = None if routers is None else (*routers.shape, routers.num_experts)

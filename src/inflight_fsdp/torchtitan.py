@@ -1,7 +1,8 @@
 """`TorchTitanWorker`: one rank of a trainer that uses TorchTitan's models, parallelism and optimizers.
 
-The model consists of TorchTitan's own modules, configured from the config.json of a Hugging Face checkpoint. TorchTitan
-has a function for each model family that parallelizes the model, and an adapter that names the stored tensors.
+The model consists of TorchTitan's own modules, configured from the config.json of a Hugging Face checkpoint. For each
+model family, TorchTitan has a function that parallelizes the model, and an adapter to the names and shapes of the
+stored tensors.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class SampledTask:
     reward: float = 0.0
     """Mean reward over all completions."""
     signal_share: float = 0.0
-    """Share of the groups in which the rewards differ. A run does not train on the others."""
+    """Share of the groups in which the rewards differ. A run does not train on the other groups."""
     num_prompt_tokens: float = 0.0
     num_answer_tokens: float = 0.0
     """Median lengths of the prompts and of the answers, in tokens."""

@@ -110,7 +110,7 @@ def measure(
     ``subject`` is the directory of a checkpoint, or the approximate size in bytes of a random model to create. Both
     processes use ``num_threads`` threads; torch in this process keeps that setting. ``directory`` holds the random
     model and the files of the transport ``file``. Raises `ConfigError` for an unknown transport or a directory without
-    a model, and the errors of a publish.
+    a model, and the errors that a publish raises.
     """
     torch.set_num_threads(num_threads)
     for transport in transports:

@@ -87,7 +87,7 @@ class ShardedWeightSource(WeightSource, Protocol):
 
     @abstractmethod
     def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
-        """Return all ranks' messages in rank order on rank 0, and only rank 0's message on the others; collective.
+        """Return all ranks' messages in rank order on rank 0, and only rank 0's message elsewhere; collective.
 
         Raises `TransferError` within ``timeout_s`` seconds if a rank does not answer. The error names the rank, and
         the source then exchanges nothing more.

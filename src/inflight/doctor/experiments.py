@@ -267,7 +267,7 @@ def _with_equal_experts(weights: ReferenceWeights) -> ReferenceWeights | None:
 
 
 def _with_two_levels(weights: ReferenceWeights) -> ReferenceWeights:
-    """Return weights whose matrices in decoder layers only have the values c and -c, with c the mean absolute value.
+    """Return weights whose matrices in decoder layers have only the values c and -c, with c the mean absolute value.
 
     A quantization that scales by the largest value of a tensor, a channel or a block represents them exactly.
     """

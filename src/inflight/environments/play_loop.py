@@ -28,7 +28,7 @@ _GRACE_S = 5.0
 
 
 class BlockedError(Exception):
-    """A coroutine did not let others run; the message states where it was blocked."""
+    """A coroutine did not let other coroutines run; the message states where it was blocked."""
 
 
 class OverdueError(Exception):
@@ -194,7 +194,7 @@ class _Thread:
         self._ticked_s, self._is_asked = time.monotonic(), False
 
     def fail(self, blocked_s: float) -> None:
-        """Fail the call that blocks the thread, and cancel all others."""
+        """Fail the call that blocks the thread, and cancel all other calls."""
         culprit = asyncio.current_task(self._loop)
         where = self._where()
         for played, task in list(self._running.items()):

@@ -13,8 +13,8 @@ from inflight.base.toml import Section
 
 
 class Piece(Section):
-    """Settings of one piece of a loss, which ``kind`` names. ``"unbounded"`` stands for None, which TOML cannot
-    represent.
+    """Settings of one piece of a loss; ``kind`` identifies the piece. ``"unbounded"`` stands for None, which TOML
+    cannot represent.
     """
 
     @model_validator(mode="before")

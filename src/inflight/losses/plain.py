@@ -38,7 +38,7 @@ def grpo_loss(
 
     Raises `InvalidRequestError` if shapes, dtypes or devices do not match, a clip is negative, or the denominator is
     not one number above 0, and `NonFiniteError` if a behaviour logprob or an advantage of a target is not finite. The
-    metrics are those of the ratios, ``clip_fraction_high`` and ``clip_fraction_low``.
+    metrics describe the ratios, and include ``clip_fraction_high`` and ``clip_fraction_low``.
     """
     gate = _gate(PpoClip, low=clip_low, high=clip_high)
     return _sum_loss(gate, trainer_logprobs, behaviour_logprobs, advantages, loss_mask, denominator)
@@ -56,7 +56,7 @@ def reinforce_loss(
     """Return the loss of REINFORCE with importance weights truncated at ``cap`` (`inflight.losses.Score`), as in
     PipelineRL.
 
-    Tensors, ``denominator`` and errors are as in `grpo_loss`. The metrics are those of the ratios, and
+    Tensors, ``denominator`` and errors are as in `grpo_loss`. The metrics describe the ratios, and include
     ``truncated_fraction``.
     """
     gate = _gate(Score, high=cap)

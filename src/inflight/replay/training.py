@@ -112,7 +112,7 @@ def replay_config(
 
 
 _KEPT = {"num_steps", "seed", "start_timeout_s", "step_timeout_s", "save_timeout_s"}
-"""Fields of ``run`` that affect training. The others set paths, and how sampling and training alternate."""
+"""Fields of ``run`` that affect training. The other fields set paths, and how sampling and training alternate."""
 
 
 def replay_incarnations(
@@ -185,7 +185,7 @@ async def train_again(
 
     As in the run, each incarnation begins with new ranks from a checkpoint. Files are written to ``run.directory``:
     ``logs``, and ``weights`` with the final checkpoint. Raises `ConfigError` for a record that cannot be trained on,
-    and the errors of `TrainerGroup`.
+    and the errors that `TrainerGroup` raises.
     """
     manifest, config = read_manifest(record), incarnations[-1].config
     for incarnation in incarnations:

@@ -52,7 +52,7 @@ _USERS = {"passwd": "agent:x:1000:1000::/root:/bin/bash\nroot:x:0:0::/root:/bin/
 
 @contextlib.asynccontextmanager
 async def open_sandbox(task: HarborTask, max_output_bytes: int) -> AsyncIterator[TaskSandbox]:
-    """Yield a sandbox with the files of a task; nothing of it remains after the context has exited.
+    """Yield a sandbox with the files of a task; nothing remains of the sandbox after the context has exited.
 
     One thread does all work on the sandbox's directory, in order. The removal comes last, and cannot be cancelled.
     """
@@ -253,8 +253,8 @@ def _children(pid: int) -> list[int]:
 
 
 def _kill_namespace(pid: int) -> None:
-    """Kill process 1 of a sandbox, or bwrap if there is no process 1 yet. bwrap reaps process 1 after all others have
-    ended.
+    """Kill process 1 of a sandbox, or bwrap if there is no process 1 yet. bwrap reaps process 1 after all other
+    processes have ended.
     """
     for found in _children(pid):
         with contextlib.suppress(ProcessLookupError):

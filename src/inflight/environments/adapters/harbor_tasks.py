@@ -154,7 +154,7 @@ def read_task(folder: Path, machine_problem: MachineProblem = lambda image: None
 
 
 def reasons_against(file: TaskFile) -> list[str]:
-    """Return each reason, other than those of the machine, why a task with this file cannot be run."""
+    """Return every reason, apart from the machine, why a task with this file cannot be run."""
     reasons = []
     for (table, key), why in _REFUSED.items():
         value = getattr(getattr(file, table), key)

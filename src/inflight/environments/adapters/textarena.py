@@ -130,9 +130,9 @@ class TextArena(Environment):
     and the reward that the game gives to this player; the episode's reward is the mean of these rewards. Otherwise the
     model plays one player, which changes from item to item, and that player's reward is the episode's. The opponent is
     ``"random"``, which picks one of the moves that the game lists, or ``module:function``, called with the text shown
-    to a player and a `random.Random`. ``render`` names a function that decides what is shown (`Render`); by default,
-    all messages of the game are shown. ``options`` are passed to the game. Without ``players``, 2, 1, 3, 4 and so on
-    are tried until the game starts.
+    to a player and a `random.Random`. ``render`` specifies a function that decides what is shown (`Render`); by
+    default, all messages of the game are shown. ``options`` are passed to the game. Without ``players``, 2, 1, 3, 4 and
+    so on are tried until the game starts.
 
     The game itself handles illegal actions: most games ask once more, and the player loses if the next action is also
     illegal.

@@ -109,7 +109,7 @@ class Answers:
     """Answers the requests of one role of an episode, possibly several at once, and records them.
 
     Every method raises `InvalidRequestError` if a request cannot be rendered, `ContextFullError` if it leaves no room
-    for an answer, and the errors of the endpoint, after which the episode has failed. An incomplete answer is not
+    for an answer, and the errors from the endpoint, after which the episode has failed. An incomplete answer is not
     recorded.
     """
 
@@ -162,7 +162,7 @@ class Answers:
         return ", ".join(drawn.overridden(self.episode.sampling))
 
     def reward(self, request: RewardRequest) -> None:
-        """Give a reward to the turn that the request names or, if it names none, to the role or the episode.
+        """Give a reward to the turn that the request specifies or, if it specifies none, to the role or the episode.
 
         Raises `InvalidRequestError` if the turn is unknown.
         """

@@ -83,7 +83,7 @@ class MessagesRequest(ProxyBody):
     top_k: int | None = None
 
     def as_chat(self) -> MessagesChat:
-        """Return this request as a chat request. Raises `InvalidRequestError`, which names what cannot be converted."""
+        """Return this request as a chat request. Raises `InvalidRequestError` if something cannot be converted."""
         if (self.output_config or {}).get("format") is not None:
             raise InvalidRequestError("output_config.format is not supported: omit it")
         system = "".join(_system_texts(self.system))

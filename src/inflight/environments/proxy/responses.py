@@ -80,7 +80,7 @@ class ResponsesRequest(ProxyBody):
     top_logprobs: Literal[0] | None = None
 
     def as_chat(self, find_turn: FindTurn) -> ResponsesChat:
-        """Return this request as a chat request. Raises `InvalidRequestError`, which names what cannot be converted."""
+        """Return this request as a chat request. Raises `InvalidRequestError` if something cannot be converted."""
         form = (self.text or {}).get("format") or {"type": "text"}
         if not isinstance(form, Mapping) or form.get("type") != "text":
             raise InvalidRequestError(f"text.format is {str(form)[:80]!r}: only the type 'text' is supported")

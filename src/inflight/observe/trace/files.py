@@ -27,7 +27,7 @@ NUM_PARTS = 8
 """``events.jsonl`` is renamed when it has ``PART_BYTES``; ``NUM_PARTS`` files are kept, including ``events.jsonl``."""
 _CHUNK_BYTES = 1 << 17
 _MAX_LINE_BYTES = 64 << 20
-"""Size limit of one event, and of the contents of a compressed part."""
+"""Size limit of one event, and of the contents of a compressed part; twice ``PART_BYTES``."""
 _PART = re.compile(r"events\.(\d{1,9})\.jsonl(?:\.zst)?", re.ASCII)
 _COMPRESS_S = 10.0
 """How long, in seconds, compressing the last file may take once the run has ended."""
@@ -166,8 +166,8 @@ class EventFollower:
         """Yield the events since the previous call, steps last. Raises `ConfigError` in the same cases as
         `read_events`.
 
-        A run that is resumed replaces its steps. In that case a ``run_started`` event is yielded, whose version
-        invalidates later steps, and then all steps are yielded again. Events that the run removed before this call are
+        A run that is resumed replaces its steps. In that case a ``run_started`` event is yielded, which invalidates the
+        steps after its version, and then all steps are yielded again. Events that the run removed before this call are
         omitted. If another run has replaced the one that was read, the ``run_started`` event of the new run has
         ``is_new_run`` set, and nothing that was yielded before belongs to the new run.
         """
@@ -303,11 +303,11 @@ class _Tail:
             yield _row_of(line, self._path)
 
     def is_replaced(self) -> bool:
-        """Return whether the path now names another file; False if the path names no file."""
+        """Return whether the path now refers to another file; False if the path does not exist."""
         return self._file is not None and self._path.exists() and not self.is_at(self._path)
 
     def is_at(self, path: Path) -> bool:
-        """Return whether a path names the open file."""
+        """Return whether a path refers to the open file."""
         assert self._file is not None
         try:
             return not isinstance(self._file, BytesIO) and path.stat().st_ino == os.fstat(self._file.fileno()).st_ino

@@ -145,8 +145,7 @@ def record_of(path: Path) -> Path:
 
 
 def read_manifest(directory: Path) -> RecordManifest:
-    """Return the manifest of a record. Raises `ConfigError` if it is missing or damaged, or too new for this
-    release."""
+    """Return the manifest of a record. Raises `ConfigError` if it is missing, damaged or from a newer release."""
     path = directory / MANIFEST
     try:
         values = json.loads(path.read_bytes())
@@ -195,7 +194,7 @@ def read_steps(directory: Path) -> Iterator[RecordedStep]:
 
 
 def read_step(directory: Path, version: int) -> RecordedStep:
-    """Return the step that produced ``version``. Raises `ConfigError`, which names the file and the problem."""
+    """Return the step that produced ``version``. Raises a `ConfigError` that states the file and the problem."""
     with _open_step(directory, version) as file:
         facts = StoredStep.model_validate_json((file.metadata() or {})[_STEP])
         arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
