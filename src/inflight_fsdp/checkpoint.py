@@ -233,8 +233,8 @@ def _own_pieces(
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Return the pieces of a parameter that this rank writes.
 
-    A piece consists of the name of a stored tensor, the position of the piece's first byte in it, and contiguous
-    elements. Collective if the parameter is stored as several tensors, which rank 0 then writes.
+    A piece consists of the name of a stored tensor, the position of the piece's first byte in that tensor, and
+    contiguous elements. Collective if the parameter is stored as several tensors, which rank 0 then writes.
     """
     if part.layout.split is not None:
         whole = gather_on_first(part, part.local.dtype, device, group)

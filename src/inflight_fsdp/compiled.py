@@ -15,7 +15,8 @@ from torch import nn
 def compile_layers(layers: Iterable[nn.Module]) -> None:
     """Compile the parts of each layer when they are first called; the parameters' names stay unchanged.
 
-    One graph serves any number of tokens, and a second graph serves a single token. Call `check_compiler` first.
+    One graph serves any number of tokens above one, and a second graph serves a single token. Call `check_compiler`
+    first.
     """
     for layer in layers:
         for part in layer.children():

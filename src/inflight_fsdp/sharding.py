@@ -29,8 +29,8 @@ def shardings_of(
 ) -> dict[str, Sharding]:
     """Return which rank holds which box of each parameter in ``shapes``; collective over the default group.
 
-    The result is the same on every rank. ``boxes`` are this rank's boxes; it may hold boxes of only some parameters.
-    The default group communicates from ``device``.
+    The result is the same on every rank. ``boxes`` are this rank's boxes; the rank may hold boxes of only some
+    parameters. The default group communicates from ``device``.
     """
     width = 1 if is_flat else max(len(shape) for shape in shapes.values())
     edges = torch.zeros(len(shapes), width, 2, dtype=torch.int64)
@@ -129,8 +129,8 @@ def _range_of(stored: Any, shape: Sequence[int], wanted: slice) -> torch.Tensor:
 def read_shards(stored: Mapping[str, StoredTensor], tensors: Sequence[ShardedTensor]) -> None:
     """Fill this rank's parts one after another, cast to their dtypes; the stored tensors must have the right shapes.
 
-    If a parameter is stored unchanged, only this rank's part is read. Only one file is open at a time, because its
-    mapped pages count as memory of the process until it is closed.
+    If a parameter is stored unchanged, only this rank's part is read. Only one file is open at a time, because a file's
+    mapped pages count as memory of the process until the file is closed.
     """
     by_files: dict[tuple[Path, ...], list[ShardedTensor]] = {}
     for tensor in tensors:

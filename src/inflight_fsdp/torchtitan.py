@@ -124,7 +124,7 @@ class TorchTitanWorker(ShardedWorker):
 
 
 def _padding_row(hf_config: Any, tensor_mesh: DeviceMesh | None) -> int | None:
-    """Return the row of the padding token in this rank's part of the embedding, or None if it is elsewhere."""
+    """Return the row of the padding token in this rank's part of the embedding, or None if the part has no such row."""
     row: int | None = hf_config.pad_token_id
     if row is None or tensor_mesh is None:
         return row

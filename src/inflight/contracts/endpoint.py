@@ -60,7 +60,7 @@ class InferenceEndpoint(Protocol):
     async def request_weight_update(self, update: WeightUpdate) -> None:
         """Accept an update and, unless it is staged, pause sampling as ``update.in_flight`` specifies.
 
-        If it pauses, no token is being sampled on return. Raises `UpdateRefusedError` if the manifest does not
+        If sampling is paused, no token is being sampled on return. Raises `UpdateRefusedError` if the manifest does not
         fit the model, the version is not newer, the run does not own the group, another update is open, or the drain
         does not end within ``update.deadline_s`` seconds: the old weights are still served, and nothing may be sent.
         """
@@ -69,7 +69,7 @@ class InferenceEndpoint(Protocol):
     async def receive_weights(self, bucket: BucketTransfer) -> None:
         """Receive one bucket while the sender sends it, and verify its checksum. Buckets arrive in order.
 
-        Raises `TransferError` if the transfer fails, and `UpdateRefusedError` if no such update is open. See
+        Raises `TransferError` if the transfer fails, and `UpdateRefusedError` if the bucket's update is not open. See
         `abort_weight_update` for what the endpoint then serves.
         """
 

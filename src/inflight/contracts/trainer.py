@@ -111,7 +111,7 @@ class MergingLoraSource(LoraSource, Protocol):
     def merged(self, bucket_bytes: int) -> PartialWeightSource:
         """Return a source of the weights that the LoRA changes, with the LoRA merged into them; rank 0 only.
 
-        Gathering from it makes the same collective calls as gathering from this source with buckets of
+        Gathering from the result makes the same collective calls as gathering from this source with buckets of
         ``bucket_bytes``. The other ranks can therefore always gather the LoRA, whichever source rank 0 publishes.
         """
 
@@ -120,8 +120,8 @@ class MergingLoraSource(LoraSource, Protocol):
 class TrainerWorker(WeightSource, Protocol):
     """One trainer rank: everything that inflight needs from it. All ranks make the same calls in the same order.
 
-    With several ranks, each is a process that has formed torch's default process group before it calls the factory.
-    ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set, and no ``MASTER_ADDR`` is needed.
+    With several ranks, each is a process that has formed torch's default process group before it calls
+    `WorkerKind.create`. ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` are set, and no ``MASTER_ADDR`` is needed.
     """
 
     @abstractmethod
@@ -129,8 +129,8 @@ class TrainerWorker(WeightSource, Protocol):
         """Return trainer logprobs [T] of the packed targets: float32, differentiable, 0.0 where there is no target.
 
         They are natural logarithms at each token's own temperature, on the batch's device. If the model is in float64,
-        so are they. Segments do not attend to each other. Several forward passes may precede their backward passes,
-        which may run in any order.
+        so are the logprobs. Segments do not attend to each other. Several forward passes may precede their backward
+        passes, which may run in any order.
         """
 
     @abstractmethod
@@ -355,7 +355,7 @@ class DataRanks(NamedTuple):
 
 
 def data_ranks_of(worker: TrainerWorker) -> DataRanks:
-    """Return a worker's share of the data. Each rank has its own, unless several ranks compute one together."""
+    """Return a worker's share of the data. Each rank has its own share, unless several ranks compute one together."""
     if isinstance(worker, ModelParallelWorker):
         return DataRanks(worker.data_parallel_rank, worker.data_parallel_size)
     return DataRanks(worker.rank, worker.world_size)

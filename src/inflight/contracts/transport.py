@@ -149,8 +149,8 @@ class Transport(Protocol):
         """Return the trainer's end.
 
         ``address`` is the address at which the endpoints reach this machine. A transport that stores buckets keeps them
-        in ``directory``, or in a directory that the sender creates if it is None. Raises `ConfigError` if the arguments
-        cannot be used.
+        in ``directory``; if that is None, the sender creates a directory. Raises `ConfigError` if the arguments cannot
+        be used.
         """
 
     @abstractmethod

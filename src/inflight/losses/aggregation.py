@@ -114,7 +114,7 @@ def token_shares(
     """Return the weight of each target, float64 [N].
 
     ``counted_N`` and ``counts`` cover all targets or only the kept ones, depending on what the aggregation counts.
-    ``prompts_S`` indicates which segments share a prompt. Raises `InvalidRequestError` if it is None but needed.
+    ``prompts_S`` indicates which segments share a prompt. Raises `InvalidRequestError` if that is needed but None.
     """
     # A step without targets has counts of 0, and nothing to weigh.
     num_tokens, num_sequences = max(counts.num_tokens, 1), max(counts.num_sequences, 1)

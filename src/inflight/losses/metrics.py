@@ -1,4 +1,4 @@
-"""Metrics that stay exact over micro-batches and ranks, and the result of a loss.
+"""Metrics that stay exact when they are combined over micro-batches and ranks, and the result of a loss.
 
 A mean is stored as a numerator and a denominator, each of which is summed, so no mean of means is taken.
 

@@ -134,7 +134,7 @@ class EpisodeFailed(Event):
 
 
 class StepTrained(Event):
-    """An optimizer step was taken. Its time excludes the publish after it, but includes waiting for overlapping ones."""
+    """An optimizer step was taken. Its time excludes the publish after it, but includes waits for overlapping ones."""
 
     kind: Literal["train"] = "train"
     version: int
