@@ -240,8 +240,7 @@ class AdamSettings:
     weight_decay: float = 0.0
     """Decoupled: weights are multiplied by ``1 - learning_rate * weight_decay``."""
     max_gradient_norm: float | None = None
-    """Largest norm of the gradients of all parameters; larger gradients are scaled down to this norm. None: no
-    limit."""
+    """Largest norm of all parameters' gradients; larger gradients are scaled down to this norm. None: no limit."""
 
     def __post_init__(self) -> None:
         for name, value, is_in_range in (

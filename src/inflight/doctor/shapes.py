@@ -292,7 +292,7 @@ def _by_temperature(seen: Observations, limits: Limits) -> Finding | None:
 
 def _sign(seen: Observations, limits: Limits) -> Finding | None:
     """Find differences that have one sign or are proportional to the logprob, as a different temperature or filter
-    causes."""
+    would cause."""
     seen = informative(seen)
     large_N = seen.difference_N[np.abs(seen.difference_N) > limits.floor]
     if len(large_N) < MIN_TOKENS:

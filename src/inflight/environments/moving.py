@@ -100,7 +100,7 @@ class MovingSampler:
         return self._place
 
     async def _chunks(self, place: TurnSampler, request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
-        """Yield the chunks of a request from an endpoint, until it ends or fails."""
+        """Yield the chunks of a request from an endpoint, until the request ends or the endpoint fails."""
         if place.stream is None:
             completion = await self._answer(place, place.generate(request))
             for chunk in () if completion is None else _chunks_of(request, completion):

@@ -1,4 +1,4 @@
-"""A thread with its own event loop for users' coroutines, so that a blocking one does not stop the run.
+"""A thread with its own event loop for users' coroutines, so that a blocking coroutine does not stop the run.
 
 A heartbeat detects a coroutine that blocks its thread. This coroutine fails, the thread is abandoned, and all other
 coroutines in the thread are cancelled so that they can be run again elsewhere. Code that never releases the

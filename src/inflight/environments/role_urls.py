@@ -18,7 +18,7 @@ class RoleUrls:
         self._serving = TaskOwner()
 
     async def url(self, role: str, proxy: Callable[[], AbstractAsyncContextManager[str]]) -> str:
-        """Return the URL of a role. Raises the error of ``proxy`` if the role cannot be served."""
+        """Return the URL of a role. If ``proxy`` cannot serve the role, its error is raised."""
         if role not in self._urls:
             self._urls[role] = asyncio.get_running_loop().create_future()
             self._serving.start(self._serve(proxy(), self._urls[role]))

@@ -120,7 +120,7 @@ class ChatTemplate:
         return ReplyText(raw, plain, text, calls)
 
     def plain(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         return self._decoded(token_ids, without_special=True)
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:

@@ -144,7 +144,7 @@ def _ranks(number: int) -> str:
 
 
 def described_sampling(found: SamplingReplay, tolerance: float, decode: Callable[[Sequence[int]], str]) -> str:
-    """Return the report of a repeated sampling as text; ``decode`` converts tokens to text."""
+    """Return the report of repeated sampling as text; ``decode`` converts tokens to text."""
     parts = [_described_scores(found.scored, tolerance)] if found.scored else []
     parts += [_described_samples(found.sampled, tolerance, decode)] if found.sampled else []
     return "\n".join(parts)

@@ -31,7 +31,7 @@ class Resampled:
     parts_at: int | None
     """Index of the first token that differs or that only one of the two has; None if all tokens are equal."""
     recorded_token: int | None
-    """The recorded token at that index; None if the recorded completion has ended by then."""
+    """The recorded token at that index; None if the recorded completion ends before it."""
     token: int | None
     recorded_logprob: float | None
     """Recorded logprob of the recorded token."""

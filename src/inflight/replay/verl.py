@@ -75,7 +75,7 @@ def _step_of(path: Path) -> int:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the location of each row of a file, and the row. Raises `ConfigError`."""
+    """Yield the location of each row of a file, and the row. Raises `ConfigError` for an unusable file."""
     number = 0
     try:
         with path.open(

@@ -25,11 +25,11 @@ _TAIL_CHARACTERS = 200
 
 
 class HarborEnvironment(Environment):
-    """Harbor's task folders. Item i is the i-th folder by name; after the last folder, they repeat from the first.
+    """Harbor's task folders. Item i is the i-th folder by name; after the last folder, the folders repeat.
 
     ``tasks`` is a task folder, or a folder of them. The agent's part of an episode ends when the model calls no tool,
     after ``max_turns`` turns, when the context is full, or after the task's ``agent.timeout_sec``; then the tests run.
-    A command is killed after ``command_timeout_s``. The model sees at most ``max_output_bytes`` of its output.
+    A command is killed after ``command_timeout_s``. The model sees at most ``max_output_bytes`` of a command's output.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class HarborEnvironment(Environment):
 
 
 def read_reward(logs: Path, result: CommandResult) -> float:
-    """Return the reward that a verifier wrote, regardless of its exit status.
+    """Return the reward that a verifier wrote, regardless of the verifier's exit status.
 
     Raises `TaskError` if there is no valid reward.
     """

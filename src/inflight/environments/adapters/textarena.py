@@ -1,8 +1,8 @@
 """The games of TextArena as environments: one model plays every player, or one of them against an opponent.
 
-A turn shows a player the messages from the game since its last turn, so that each player's game is one conversation.
-Games use Python's global random state and are not thread-safe. Here, each game has its own random state, and only one
-game in the process moves at a time, in a thread.
+A turn shows a player the messages from the game since the player's last turn, so that each player's game is one
+conversation. Games use Python's global random state and are not thread-safe. Here, each game has its own random state,
+and only one game in the process moves at a time, in a thread.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REFUSED = {
 """Why games are refused, by their folder in TextArena: they need resources outside this machine."""
 
 _MIN_MOVES = 2
-"""If a game lists fewer moves than this at its start, they are only an example."""
+"""If a game lists fewer moves than this at its start, the listed moves are only an example."""
 _MOVE = re.compile(r"'(\[[^\[\]']+\])'")
 _NUM_PLAYERS = (2, 1, 3, 4, 5, 6, 7, 8)
 _global_randomness = threading.Lock()

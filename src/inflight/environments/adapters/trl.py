@@ -30,7 +30,7 @@ class TrlEnvironment(Environment):
     are up to the environment), the path of a JSONL file of these, or ``module:attribute``. Item i is row i; after the
     last row, the rows repeat from the first. Without ``prompts``, ``reset`` alone provides the prompt.
 
-    The reward is the sum of ``get_reward`` and the ``reward_funcs``. These are functions like TRL's, named as
+    The reward is the sum of ``get_reward`` and the ``reward_funcs``. The latter are functions like TRL's, named as
     ``module:function`` and called with one completion at a time. Objects are reused after their episode has ended
     successfully; those of a failed episode are discarded.
     """

@@ -251,7 +251,7 @@ def _digest(key: str) -> bytes:
 
 
 def _served(request: HttpRequest, episodes: ServedEpisodes) -> ServedEpisode:
-    """Return the episode of a request. Raises `UnauthorizedError`."""
+    """Return the episode of a request. Raises `UnauthorizedError` if the key is missing or unknown."""
     given = request.headers.get("x-api-key") or request.headers.get("authorization", "")
     key = request.path_params.get("key") or given.removeprefix("Bearer ")
     served = episodes.find(key)
@@ -278,7 +278,7 @@ async def _body(request: HttpRequest, served: ServedEpisode, kind: type[Body]) -
 
 
 async def body_message(kind: type[Body], content: bytes) -> Body:
-    """Parse a request body. Raises `InvalidRequestError`."""
+    """Parse a request body. Raises `InvalidRequestError` if it cannot be parsed."""
     try:
         return await message_of(kind, content)
     except ValueError as error:

@@ -57,8 +57,8 @@ from inflight.wire import (
 _NUM_FINISHED = 256
 _MAX_BODY_BYTES = 64 * 1024
 _FAILED_S = 30.0
-"""For this many seconds after an episode has failed on it, an endpoint receives new episodes only if all others have
-failed too.
+"""For this many seconds after an episode has failed on an endpoint, the endpoint receives new episodes only if all
+other endpoints have failed, too.
 """
 
 
@@ -118,7 +118,7 @@ class EpisodeService:
         self._failed: dict[int, float] = {}
         """When an episode last failed on each endpoint, by the endpoint's index."""
         self._finished: OrderedDict[str, dict[str, Any]] = OrderedDict()
-        """The answers to the latest calls of ``/finish``, for clients that repeat a call."""
+        """The answers to the latest calls to ``/finish``, for clients that repeat a call."""
         self._numbers = itertools.count(1)
         self.episodes = ServedEpisodes()
 

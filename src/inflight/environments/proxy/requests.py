@@ -223,7 +223,7 @@ Chat = TypeVar("Chat", bound=ChatRequest)
 
 
 def chat_request(kind: type[Chat], **fields: Any) -> Chat:
-    """Return a chat request with the fields converted from another dialect. Raises `InvalidRequestError`."""
+    """Return a chat request with fields converted from another dialect. Raises `InvalidRequestError` for bad fields."""
     try:
         return kind.model_validate({name: value for name, value in fields.items() if value is not None})
     except pydantic.ValidationError as error:
@@ -242,9 +242,10 @@ class RewardRequest(ProxyBody):
 
 
 def rendered_message(message: Mapping[str, Any], number: int) -> Message:
-    """Return a message as chat templates expect it: with one string as its content, and call arguments as objects.
+    """Return a message as chat templates expect it, with call arguments as objects.
 
-    Raises an `InvalidRequestError` that states what is wrong with message ``number``.
+    The content is one string, or a list of parts if one of them is an image. Raises an `InvalidRequestError` that
+    states what is wrong with message ``number``.
     """
     role = message.get("role")
     if not isinstance(role, str) or not role:

@@ -1,4 +1,4 @@
-"""The answers of OpenAI's ``/v1/responses``: items and events."""
+"""Answers in the format of OpenAI's ``/v1/responses``: items and events."""
 
 from __future__ import annotations
 

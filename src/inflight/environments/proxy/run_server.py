@@ -32,8 +32,9 @@ class ProxyServer:
 
     @contextlib.asynccontextmanager
     async def serve(self, episode: PlayingEpisode, role: str = "") -> AsyncIterator[str]:
-        """Serve an episode to a role while the context is open, under the base URL that it yields. Raises
-        `ConfigError`.
+        """Serve an episode to a role while the context is open, under the base URL that it yields.
+
+        Raises `ConfigError` if the proxy cannot listen.
         """
         if self._server is None:
             self._server = InLoopServer(self._app, bind("127.0.0.1", 0))

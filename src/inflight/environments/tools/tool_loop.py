@@ -1,4 +1,4 @@
-"""The loop of a model that calls tools: it replies, its calls are executed, and it receives their results.
+"""The tool-calling loop: the model replies, its calls are executed, and it receives their results.
 
 A call that cannot be executed is not an error of the run: the model receives a message that describes the problem.
 """
@@ -28,7 +28,7 @@ class ToolUse:
     """All replies, with the results of tools between them, in OpenAI's format."""
     num_calls: int
     num_unknown: int
-    """Number of calls of unknown tools."""
+    """Number of calls to unknown tools."""
     num_failed: int
     """Number of calls with invalid arguments, or during which the tool raised."""
     is_cut: bool

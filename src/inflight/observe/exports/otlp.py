@@ -41,7 +41,7 @@ Span = dict[str, Any]
 
 
 def write_otlp(directory: Path, target: str) -> int:
-    """Write the spans of a run to a file, or send them to a URL; return their number.
+    """Write the spans of a run to a file, or send them to a URL; return the number of spans.
 
     The path ``/v1/traces`` is added to a URL without a path. Requests have the headers that OTEL_EXPORTER_OTLP_HEADERS
     lists. Raises `ConfigError` if the directory contains no run, or if the target does not accept the spans.

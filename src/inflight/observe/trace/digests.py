@@ -17,7 +17,7 @@ def weights_digest(directory: Path) -> tuple[str, int]:
     """Return the SHA-256 digest of the weights in a model directory, and their size in bytes.
 
     For each tensor, in the order of names, the digest covers one line of JSON with its name, dtype and shape as in the
-    safetensors header, and then its bytes. Raises `ConfigError` if a file cannot be read.
+    safetensors header, and then the tensor's bytes. Raises `ConfigError` if a file cannot be read.
     """
     places: dict[str, tuple[Path, int, dict[str, Any]]] = {}
     for path in sorted(directory.glob("*.safetensors")):

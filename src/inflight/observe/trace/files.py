@@ -343,7 +343,7 @@ class _Tail:
 
 
 def event_files(directory: Path) -> list[Path]:
-    """Return the event files, oldest first; of a part that is being compressed, only one of its two files."""
+    """Return the event files, oldest first, with only one of the two files of a part that is being compressed."""
     parts = _parts(directory)
     older = [parts[number] for number in sorted(parts)]
     present = directory / EVENTS

@@ -162,7 +162,7 @@ def create_app(runs: Sequence[RunModel], token: str, closing: threading.Event | 
 
 
 async def _changes(runs: Sequence[RunModel], request: Request, closing: threading.Event) -> AsyncIterator[str]:
-    """Yield server-sent events that name the runs that have changed."""
+    """Yield server-sent events that list the runs that have changed."""
     known = [-1] * len(runs)
     waited_s = 0.0
     yield "retry: 2000\n\n"
@@ -180,7 +180,7 @@ async def _changes(runs: Sequence[RunModel], request: Request, closing: threadin
 
 
 class _WithHeaders:
-    """Adds headers that keep the browser from running foreign code and from leaking data."""
+    """Adds headers that keep the browser from running third-party code and from leaking data."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
