@@ -1,4 +1,4 @@
-"""Addresses: what they refer to, how they are written, and sockets that listen on them."""
+"""Network addresses: what they refer to, how URLs write them, and sockets that listen on them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def host_and_port(host: str, port: int) -> str:
 def listen_on(host: str, port: int = 0, *, backlog: int | None = 128) -> socket.socket:
     """Return a socket that listens on this address only; port 0 means any free port.
 
-    Without a ``backlog``, the socket is only bound, and nobody can connect to it. Raises `OSError`, and `OverflowError`
-    for a number that is not a port.
+    If ``backlog`` is None, the socket is only bound, and nobody can connect to it. Raises `OSError` if the address
+    cannot be used, and `OverflowError` if the port is out of range.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio disables Nagle's algorithm only on sockets with a named protocol; it would delay each answer by 40 ms.
+    # asyncio disables Nagle's algorithm, which delays each answer by 40 ms, only if the protocol is explicit.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

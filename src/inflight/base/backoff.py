@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Backoff:
-    """Pauses that begin with ``first_s`` seconds and double after each failure, up to ``most_s``."""
+    """Pauses that start at ``first_s`` seconds and double after each failure, up to ``most_s`` seconds."""
 
     first_s: float
     most_s: float

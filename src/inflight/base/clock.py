@@ -1,4 +1,4 @@
-"""The time of day for events: the wall clock's time when the process began, plus a monotonic clock's time since."""
+"""Timestamps for events: the wall-clock time when the process began, plus the monotonic time since then."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _BEGAN_S = time.time() - time.monotonic()
 
 
 def unix_time() -> float:
-    """Return the Unix time in seconds. Differences are true durations, even if the clock is set in between."""
+    """Return the Unix time in seconds. Differences are true durations, even if the system clock is changed."""
     return _BEGAN_S + time.monotonic()

@@ -31,7 +31,7 @@ class DescribedField(NamedTuple):
 
     @property
     def toml_default(self) -> str:
-        """The default as TOML, empty if TOML has no such value."""
+        """The default as TOML; empty if there is none, or if TOML cannot express it."""
         return "" if self.default in (REQUIRED, UNSET) else self.default
 
     @property
@@ -72,9 +72,10 @@ def describe_sections(settings: type[BaseModel], key: str = "") -> Iterator[Desc
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
-    """Return the settings class of a field that has its own table: a field whose value always has this class.
+    """Return the settings class of a field that has its own table; None for any other field.
 
-    Settings with alternative classes, such as the pieces of a loss, are described elsewhere.
+    Such a field has exactly one settings class. Settings with alternative classes, such as the pieces of a loss, are
+    described elsewhere.
     """
     found = _sections_in(annotation)
     if len(found) == 1 and all(len(_sections_in(it.annotation)) < 2 for it in found[0].model_fields.values()):

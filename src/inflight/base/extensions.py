@@ -38,7 +38,7 @@ def resolve(text: str) -> Any:
 
 
 def find_entry_points(group: str) -> Mapping[str, EntryPoint]:
-    """Return the entry points ``inflight.GROUP`` by name. Raises `ConfigError` if two packages share a name."""
+    """Return the entry points in ``inflight.GROUP``, by name. Raises `ConfigError` if packages conflict over a name."""
     return _find_entry_points(group, tuple(sys.path))
 
 
@@ -53,7 +53,10 @@ def _find_entry_points(group: str, _path: tuple[str, ...]) -> Mapping[str, Entry
 
 
 def load_installed(kind: str, group: str, name: str, also_known: tuple[str, ...] = ()) -> Any:
-    """Return the object that an entry point names. Raises `ConfigError`, which lists the known names of this kind."""
+    """Return the object that an entry point refers to.
+
+    Raises `ConfigError` if the name is unknown (the error lists the known names) or if the object cannot be loaded.
+    """
     found = find_entry_points(group)
     if name not in found:
         raise ConfigError(unknown_name(kind, name, [*also_known, *sorted(found)]))

@@ -12,9 +12,10 @@ _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 class PeakMemory:
-    """Measures how much the resident memory grows from now on, memory shared with other processes included.
+    """Measures how much this process's resident memory grows, including memory shared with other processes.
 
-    Freed memory is first returned to the system. Raises ``OSError`` if the kernel does not count or reset the peak.
+    Measuring starts with the constructor, which first returns freed memory to the system. Raises ``OSError`` if the
+    kernel does not count or reset the peak.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ import re
 _UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
-"""Control characters except tab and line feed, line separators, bidirectional controls, and what XML 1.0 forbids."""
+"""Line separators, bidirectional controls, what XML 1.0 forbids, and control characters except tab and line feed."""
 
 
 def printable(text: str) -> str:

@@ -1,10 +1,10 @@
-"""A TCP channel between two processes that share a secret: a handshake that proves it, then authenticated frames.
+"""A TCP channel between two processes that share a secret: a handshake with mutual proofs, then authenticated frames.
 
-The accepting end sends a nonce. The connecting end answers with a nonce of its own, a number such as its rank, and its
-proof; the accepting end then proves that it knows the secret too. A key for each direction is derived from the secret
-and both nonces (HKDF, RFC 5869). Every frame carries its position and is authenticated under the key of its direction:
-a relay that passes the handshake through cannot alter, drop, repeat or reorder frames undetected. A relay can only end
-the connection or stay silent, so callers need deadlines. Nothing is encrypted.
+The accepting end sends a nonce. The connecting end answers with a nonce of its own, a number such as its rank, and a
+proof that it knows the secret; the accepting end then proves the same. A key for each direction is derived from the
+secret and both nonces (HKDF, RFC 5869). Every frame carries its position and is authenticated under the key of its
+direction: a relay that passes the handshake through cannot alter, drop, repeat or reorder frames undetected. A relay
+can only end the connection or stay silent, so callers need deadlines. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ class SealedConnection:
 def prove(connection: socket.socket, secret: bytes, number: int) -> SealedConnection:
     """Exchange proofs with the accepting end, under the connection's own timeout. Closes the connection on failure.
 
-    Raises `OSError`, `EOFError`, and `ChannelError` if the other end does not know the secret.
+    Raises `OSError` or `EOFError` if the connection fails, and `ChannelError` if the other end does not know the
+    secret.
     """
     try:
         theirs, ours, packed = _read(connection, _NONCE_BYTES), secrets.token_bytes(_NONCE_BYTES), _NUMBER.pack(number)
@@ -154,9 +155,9 @@ class SealedStream:
 
 
 class Acceptor:
-    """Accepts connections on a listening socket, and calls ``on_proven`` with those that prove the secret.
+    """Accepts connections on a socket, and calls ``on_proven`` with those that prove that they know the secret.
 
-    ``on_proven`` owns the connection, which is closed when the acceptor is closed, if not before.
+    ``on_proven`` owns the connection and has to close it: closing the acceptor does not.
     """
 
     def __init__(self, secret: bytes, on_proven: Callable[[SealedStream], Awaitable[None]]) -> None:
@@ -169,7 +170,7 @@ class Acceptor:
         self._server = await asyncio.start_server(self._accept, sock=listener, limit=_STREAM_BYTES)
 
     def close(self) -> None:
-        """Close the port and every connection that has not proved the secret."""
+        """Close the port and every connection whose handshake is not complete."""
         if self._server is not None:
             self._server.close()
         while self._unproven:
@@ -224,9 +225,9 @@ def _proof(secret: bytes, role: bytes, challenge: bytes, answer: bytes, number: 
 
 
 def _direction(secret: bytes, nonces: bytes, label: bytes) -> _Direction:
-    """Return the `_Direction` that ``label`` names.
+    """Return a new `_Direction` for the direction that ``label`` identifies.
 
-    The key comes from HKDF: extract with the nonces as salt, then expand by one block.
+    The key is derived with HKDF: extract with the nonces as salt, then expand by one block.
     """
     return _Direction(hmac.digest(hmac.digest(nonces, secret, "sha256"), b"inflight " + label + b"\x01", "sha256"))
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _MAX_MESSAGE = 20_000
-"""The maximum number of characters in a message that `text_of` returns."""
+"""The maximum number of characters that `text_of` keeps of a message or a note."""
 _END_S = 30.0
 """How long the cancelled tasks of a `TaskOwner` may take to end."""
 
@@ -28,9 +28,10 @@ _END_S = 30.0
 
 @contextlib.asynccontextmanager
 async def run_in_background(*calls: Awaitable[object]) -> AsyncIterator[None]:
-    """Run calls while the body runs. The first exception cancels the rest and is raised once they have ended.
+    """Run calls while the body runs, and cancel them when the body ends.
 
-    Failures that occur while they end become notes of that exception, as in `combine_failures`.
+    The first exception, from a call or from the body, cancels the rest and is raised once they have ended. Failures
+    that occur in the meantime become notes on that exception, as in `combine_failures`.
     """
     failures: Sequence[Exception] = ()
     of_body: Exception | None = None

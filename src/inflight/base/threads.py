@@ -28,7 +28,7 @@ async def run_abandonable(call: Callable[[], T], name: str) -> T:
 def run_unless_abandoned(abandoned: Future[str], call: Callable[[], T], name: str, timeout_s: float | None = None) -> T:
     """Return what ``call`` returns or raise what it raises, unless ``abandoned`` is set or the timeout expires first.
 
-    In either case, it raises `TransferError`; the call keeps running, and its result is dropped.
+    In both of these cases, `TransferError` is raised; the call keeps running, and its result is dropped.
     """
     return result_unless_abandoned(abandoned, start_in_thread(call, name), name, timeout_s)
 
@@ -58,8 +58,8 @@ def result_unless_abandoned(abandoned: Future[str], result: Future[T], name: str
 def start_portal(name: str) -> tuple[BlockingPortal, threading.Thread]:
     """Start an event loop in a thread. Return its portal, and the thread, which ends once the portal is stopped.
 
-    Unlike `anyio.from_thread.start_blocking_portal`, nothing has to be closed before the process exits. Raises the
-    error of a loop that does not start, for example because no file can be opened.
+    Unlike `anyio.from_thread.start_blocking_portal`, nothing has to be closed before the process exits. If the loop
+    does not start, for example because no file can be opened, the error that prevented this is raised.
     """
     started: Future[BlockingPortal] = Future()
 
@@ -85,7 +85,7 @@ def _settle(result: Future[T], call: Callable[[], T]) -> None:
     try:
         result.set_result(call())
     except BaseException as raised:  # raised in the caller
-        # A future cannot hold the first, and the others would end the caller's task or its loop.
+        # A future cannot hold a StopIteration; exceptions such as SystemExit would end the caller's task or loop.
         is_control = isinstance(raised, StopIteration) or not isinstance(raised, Exception)
         result.set_exception(RuntimeError(f"the call raised {raised!r}") if is_control else raised)
         del result, call  # as above

@@ -20,7 +20,7 @@ integer up to it.
 _MAX_BYTES = 16 << 20
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 MAX_DURATION_S = 7 * 24 * 3600
-"""Maximum duration in a setting, in seconds: the maximum in messages, and one that system clocks can represent."""
+"""Maximum duration in a setting, in seconds. It is also the maximum in messages, and system clocks can represent it."""
 
 
 class Section(BaseModel):
@@ -49,14 +49,14 @@ S = TypeVar("S", bound=BaseModel)
 def load_settings(kind: type[S], path: Path, what: str, overrides: Sequence[str] = ()) -> S:
     """Return the settings in a TOML file, with overrides such as ``["--train.learning_rate", "1e-4"]``.
 
-    Raises `ConfigError`, which calls the file ``what``, names every invalid key and its value, and suggests the nearest
-    known key for an unknown one. Relative paths are relative to the current directory.
+    Raises `ConfigError`, which calls the file ``what``, lists the first few invalid keys with their values, and
+    suggests the nearest known key for an unknown one. Relative paths are relative to the current directory.
     """
     return check_settings(kind, with_overrides(read_toml(path, what), overrides), f"{what} {str(path)!r}")
 
 
 def with_overrides(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the values with overrides as in `load_settings`. Raises `ConfigError` for an override without a value."""
+    """Apply overrides as in `load_settings` to ``values``, and return them. Raises `ConfigError` if one is invalid."""
     for key, value in _pairs(overrides):
         _set(values, key, value)
     return values

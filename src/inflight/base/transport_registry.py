@@ -1,7 +1,7 @@
 """Lookup of installed transports by name.
 
-Every transport, including those of inflight, is an entry point in the group ``inflight.transports``. This module names
-none of them.
+Every transport, including those of inflight, is an entry point in the group ``inflight.transports``. This module does
+not refer to any of them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ GROUP = "transports"
 
 
 def installed_transports() -> list[Transport]:
-    """Return the installed transports, sorted by name. Raises the `ConfigError` of `find_transport`."""
+    """Return the installed transports, sorted by name. Raises the same error as `find_transport`."""
     return [find_transport(name) for name in sorted(find_entry_points(GROUP))]
 
 
 def receivable_transports(*, on_gpu: bool) -> tuple[str, ...]:
     """Return the names of the transports that a server supports, given whether its weights are on a GPU.
 
-    Raises the `ConfigError` of `find_transport`.
+    Raises the same error as `find_transport`.
     """
     return tuple(transport.name for transport in installed_transports() if on_gpu or not transport.needs_gpu)
 
@@ -49,10 +49,10 @@ def find_transport(name: str) -> Transport:
 
 
 def spec_type(name: str) -> type[TransportSpec]:
-    """Return the type that parses a spec from another process for the transport of this name.
+    """Return the type with which specs of the named transport are parsed when they arrive from another process.
 
-    The name selects an installed transport; nothing else is imported. Raises `UnsupportedError`, which lists the known
-    names.
+    The name selects an installed transport; nothing else is imported. For an unknown name, raises `UnsupportedError`,
+    which lists the known names.
     """
     found = find_entry_points(GROUP)
     if name not in found:

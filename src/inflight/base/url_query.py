@@ -22,7 +22,7 @@ def options_of_query(kind: type[T], query: str) -> T:
 
 
 def options_of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a dataclass of options from values or their string forms. Raises `ConfigError`."""
+    """Return a dataclass of options with the given values, which may be strings. Raises `ConfigError`."""
     defaults = kind()
     kinds: dict[str, type] = {it.name: type(getattr(defaults, it.name)) for it in fields(defaults)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - set(kinds)):

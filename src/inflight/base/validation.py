@@ -31,7 +31,8 @@ _values.maxstring = _values.maxother = _values.maxlong = _MAX_VALUE
 def describe_problems(error: ValidationError, kind: type[BaseModel] | None = None) -> str:
     """Return the key, reason and value of the first few problems, in at most about 2,500 characters.
 
-    For an unknown key of a ``kind``, the text names the nearest known key, or all known keys if none is near.
+    If ``kind`` is given, the text suggests the nearest known key for an unknown one, or lists all known keys if none is
+    similar.
     """
     if error.error_count() > _MAX_LISTED:
         return f"{error.error_count()} keys in it are unknown, missing or of the wrong type"
@@ -54,7 +55,7 @@ def describe_problems(error: ValidationError, kind: type[BaseModel] | None = Non
 
 
 def _subject(problem: ErrorDetails, kind: type[BaseModel] | None) -> tuple[str, str]:
-    """Return the beginning and the end of the description of a problem."""
+    """Return the parts of a problem's description that precede and follow the reason."""
     where = [str(part) for part in problem["loc"]]
     is_unknown = problem["type"] == "extra_forbidden"
     path = _cut(".".join(part for part in where if is_unknown or not _TYPE.fullmatch(part)), _MAX_VALUE)
@@ -71,7 +72,7 @@ def _subject(problem: ErrorDetails, kind: type[BaseModel] | None) -> tuple[str, 
 
 
 def _reason(problem: ErrorDetails, kind: type[BaseModel] | None, *, is_first: bool) -> str:
-    """Return a problem's message without pydantic's terms; if it is not the first, only the alternative it adds."""
+    """Return a problem's message without pydantic's terms; unless it is the key's first, only the added alternative."""
     if problem["type"] in ("extra_forbidden", "missing"):
         return ""
     if problem["type"] == "model_type":

@@ -9,7 +9,7 @@ from pathlib import Path
 def write_whole(file: Path, text: str) -> None:
     """Write a file atomically, as UTF-8. If `OSError` is raised, the previous file is still complete.
 
-    The target of a link, or a file that is not regular, such as a pipe, is written in place.
+    If ``file`` is a symbolic link or not a regular file, such as a pipe, it is written in place instead.
     """
     if file.is_symlink() or (file.exists() and not file.is_file()):
         file.write_text(text, encoding="utf-8")

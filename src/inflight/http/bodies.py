@@ -29,7 +29,7 @@ async def parse_body(parse: Callable[[bytes], T], content: bytes) -> T:
 
 
 async def message_of(kind: type[Message], content: bytes) -> Message:
-    """Return the message in a JSON body. Raises ``ValueError`` with the first few problems."""
+    """Return the message in a JSON body. Raises ``ValueError``, which describes the first few problems."""
     try:
         return await parse_body(kind.model_validate_json, content)
     except pydantic.ValidationError as error:

@@ -1,4 +1,4 @@
-"""Calls to one HTTP server, each with a deadline and a size limit. Errors of httpx become errors of inflight."""
+"""Calls to one HTTP server, each with a deadline and a size limit. Errors of httpx are translated to inflight's."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _IDENTITY = {"accept-encoding": "identity"}
 
 
 class BoundedClient:
-    """Calls the server at ``url``; errors name this URL.
+    """Calls the server at ``url``; errors contain this URL.
 
     ``client`` sends the requests and stays open. If it is None, this object creates a client that ignores the
     environment's proxy settings, and `aclose` closes it. The object belongs to the event loop in which it is first
-    used. If ``keeps_alive`` is False, each call opens a connection. Use this for servers that silently close a
+    used. If ``keeps_alive`` is False, each call opens a new connection. Use this for servers that silently close a
     connection after an error: the next call on that connection would fail, and could be retried only if it is
     idempotent.
     """
@@ -219,7 +219,7 @@ class BoundedClient:
         return b"".join(parts)
 
     def _body_of(self, response: httpx.Response, max_bytes: int) -> httpx.AsyncByteStream:
-        """Return the body as it arrives. Raises `ProtocolError` if its headers say it is compressed or too long."""
+        """Return the body as it arrives. Raises `ProtocolError` if its headers announce compression or too many bytes."""
         headers = {name.lower(): value for name, value in response.headers.raw}
         encoding = headers.get(b"content-encoding", b"identity").decode(errors="replace")
         if encoding != "identity":
@@ -237,7 +237,7 @@ class BoundedClient:
 
 
 def bare_request(method: str, url: httpx.URL, content: str | None, headers: Mapping[str, str]) -> httpx.Request:
-    """Return a request with the given headers and those that HTTP requires, three times as fast as httpx does."""
+    """Return a request with the given headers and those that HTTP requires. httpx takes three times as long."""
     body = b"" if content is None else content.encode()
     pairs = [
         (b"host", url.netloc),

@@ -36,7 +36,7 @@ def check_chat(request: ChatCompletionRequest, can: Capabilities, *, streamed: b
     """Raise `UnsupportedError` if the endpoint does not support chat, streaming, or images in the messages.
 
     Raises `InvalidRequestError` if a different model is requested, if ``max_tokens`` leaves no room for a prompt, or if
-    logprobs in the OpenAI shape are to be streamed. Call this before the messages are rendered.
+    logprobs in OpenAI's format are to be streamed. Call this before the messages are rendered.
     """
     require(can, replace(Needs.of_chat(request), streaming=streamed), "this endpoint")
     if request.model != can.model:
@@ -58,7 +58,7 @@ def check_chat(request: ChatCompletionRequest, can: Capabilities, *, streamed: b
 def generate_request_of(
     request: ChatCompletionRequest, prompt_token_ids: Iterable[int], images: Iterable[PromptImage] = ()
 ) -> GenerateRequest:
-    """Return the request for the rendered messages. Raises `InvalidRequestError` if they do not fit."""
+    """Return the request for the rendered messages. Raises `InvalidRequestError` if it would be invalid."""
     try:
         return GenerateRequest(
             request_id=f"chatcmpl-{uuid.uuid4().hex}",
@@ -82,7 +82,7 @@ def check_logprobs(request: ChatCompletionRequest, max_tokens: int) -> None:
 
 
 def before_stop(text: str, stop: Iterable[str]) -> str:
-    """Return the text before the first stop string."""
+    """Return the text before the first occurrence of a stop string."""
     cuts = [text.index(s) for s in stop if s in text]
     return text[: min(cuts)] if cuts else text
 

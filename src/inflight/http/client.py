@@ -57,9 +57,9 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
     ``client`` sends the requests, with its headers, authentication and proxies but without its timeouts, and is not
     closed. Without one, the endpoint keeps its own connections and ignores the environment's proxy settings. ``token``
     is sent with control and generation requests. ``control_timeout_s`` limits each control call that has no deadline of
-    its own, and ``generate_timeout_s`` each generation; a commit may take as long as its update. A response that is
-    longer than the request allows, or longer than ``max_response_bytes``, raises `ProtocolError`. An instance belongs
-    to the event loop in which it is first used.
+    its own, and ``generate_timeout_s`` each generation; a commit may take as long as its update's deadline and lease
+    together. A response that is longer than the request allows, or longer than ``max_response_bytes``, raises
+    `ProtocolError`. An instance belongs to the event loop in which it is first used.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
 
     def _headers(self) -> dict[str, str]:
         headers = {"content-type": "application/json"}
-        if self._token is not None:  # also where it is not required: any call with the token renews a server's lease
+        if self._token is not None:  # even where it is not required: any call with the token renews a server's lease
             headers["authorization"] = f"Bearer {self._token}"
         return headers
 
@@ -219,7 +219,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
         return self._error_in(content, f"{route.method} {route.path} answered status {status}")
 
     def _error_in(self, content: bytes | bytearray, otherwise: str) -> InflightError:
-        """Return the error of an `ErrorBody`, or else a `ProtocolError` that begins with ``otherwise``."""
+        """Return the error in an `ErrorBody`; for other content, a `ProtocolError` that begins with ``otherwise``."""
         try:
             detail = ErrorBody.model_validate_json(content).error
         except pydantic.ValidationError:

@@ -1,4 +1,4 @@
-"""A connection pool for plain HTTP/1.1 that finds an idle connection in constant time, as a transport of httpx.
+"""A connection pool for plain HTTP/1.1 that finds an idle connection in constant time, as an httpx transport.
 
 httpx's own pool checks every connection for each call. TLS and proxies still use httpx's transport.
 """
@@ -19,7 +19,7 @@ _IDLE_S = 1.0
 """How long, in seconds, an idle connection is kept for the next call. Servers keep it for longer."""
 _MAX_IDLE = 256
 _HIGH_BYTES = 256 * 1024
-"""Reading from the peer pauses while at least this many bytes wait to be consumed."""
+"""Reading from the peer pauses while more than this many bytes wait to be consumed."""
 _MAX_HEAD_BYTES = 100 * 1024
 
 Origin = tuple[str, int]

@@ -46,7 +46,7 @@ def max_connections() -> int:
 
 
 class BoundedProtocol(H11Protocol):
-    """A connection that is closed if its request is late, or if it is the oldest idle one of too many."""
+    """A connection that is closed if its request is late, or if there are too many and it has been idle longest."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -109,7 +109,7 @@ class _OncePerMinute(logging.Filter):
 
 
 def configure(app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None, **options: Any) -> uvicorn.Config:
-    """Return the configuration of a server whose connections and clients are checked as described above."""
+    """Return the configuration of a server whose connections and clients are checked as this module describes."""
     for name in ("uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
         if not any(isinstance(it, _OncePerMinute) for it in logger.filters):
@@ -138,7 +138,7 @@ def _over_tls(context: ssl.SSLContext) -> Callable[..., Handshake]:
 
 
 class _KnownClients:
-    """An ASGI application that refuses requests from web pages with other origins, and ambiguous requests."""
+    """An ASGI application that refuses ambiguous requests, unknown hosts, and web pages from other origins."""
 
     def __init__(self, app: ASGIApp, *, is_local: bool) -> None:
         self._app = app

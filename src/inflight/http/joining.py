@@ -21,7 +21,7 @@ RENEW_S = 2.0
 _ANSWER_S = 10.0
 _IDLE_POLL_S = 0.1
 _TAKEN_BACK_S = 1.5
-"""How long, in seconds, the run may take to notice that a server is leaving; it checks twice a second."""
+"""How long, in seconds, the run may take to notice that a server is leaving; the run checks twice a second."""
 
 
 class JoinRequest(BaseModel):

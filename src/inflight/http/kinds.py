@@ -19,7 +19,7 @@ def load_engine_kind(name: str) -> EngineKind:
 def connect_endpoint(
     url: str, *, token: str | None = None, control_timeout_s: float = 30.0, generate_timeout_s: float = 600.0
 ) -> InferenceEndpoint:
-    """Return an endpoint for a server of the contract (``http://...``) or of an engine (``ENGINE+http://...``).
+    """Return an endpoint for a contract server (``http://...``) or an engine's own server (``ENGINE+http://...``).
 
     ``vllm+http://host:8000`` attaches to a vLLM server, ``sglang+http://host:30000`` to an SGLang server. Raises
     `ConfigError` for any other scheme. Nothing is sent until the endpoint is first called.

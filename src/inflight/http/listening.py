@@ -39,7 +39,7 @@ def bind(
 
 
 class InLoopServer:
-    """A uvicorn server in the running event loop, which does not handle signals."""
+    """A uvicorn server that runs in the current event loop and does not handle signals."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket, tls: ssl.SSLContext | None = None) -> None:
         config = configure(

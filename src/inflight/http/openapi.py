@@ -72,7 +72,7 @@ def _operation(route: Route[Any]) -> dict[str, Any]:
 
 
 def _requests(route: Route[Any]) -> list[type[BaseModel]]:
-    """Return the models that a request may have; one that names a transport has a model per installed transport."""
+    """Return the models of a route's request; a request that specifies a transport has one per installed transport."""
     if route.request is TransportBody:
         return list(dict.fromkeys(transport.spec_type for transport in installed_transports()))
     return [] if route.request is None else [route.request]

@@ -38,8 +38,8 @@ Response = TypeVar("Response", bound=wire.WireModel)
 class Route(Generic[Response]):
     """One route: its request (None if it has no body), its response (None for text), and the token that it requires.
 
-    ``control`` routes require the control token. ``generation`` routes accept either it or the generation token if the
-    server has one.
+    ``control`` routes require the control token. If the server has a generation token, ``generation`` routes require
+    one of the two tokens.
 
     ``request_size`` is based on the endpoint's context length, ``response_size`` on the number of tokens in all
     requested completions. A token id takes 16 bytes including a comma and white space; a sampled token adds its logprob
@@ -155,7 +155,7 @@ SCORE = Route(
     wire.ScoreResponse,
     generation=True,
     request_size=Size(MB, 16 * (1 + wire.MAX_ALTERNATIVES)),
-    response_size=Size(MB, 64),  # of a logprob, or of a likeliest token with its logprob
+    response_size=Size(MB, 64),  # per logprob, or per top token with its logprob
 )
 CHAT_COMPLETIONS = Route(
     "POST",

@@ -215,7 +215,7 @@ async def _events(request: Request, chunks: AsyncIterator[WireModel]) -> Respons
 class _EventStream(StreamingResponse):
     """The events of a stream of chunks.
 
-    The stream of chunks has ended once all events have been sent or the client has disconnected.
+    The stream of chunks is closed once all events have been sent or the client has disconnected.
     """
 
     def __init__(self, events: AsyncGenerator[str, None], chunks: Any) -> None:

@@ -1,6 +1,6 @@
 """The complete settings of one server, as an object and as the command line of ``inflight serve``.
 
-The options of the command are the fields of these dataclasses, whose metadata contains their help texts.
+Each option of the command is a field of one of these dataclasses; the field's metadata contains its help text.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class _Option:
         return self.metadata.get("metavar") == "SIZE"
 
     def parsing(self) -> dict[str, Any]:
-        """Return the keyword arguments with which argparse parses the option."""
+        """Return the keyword arguments of ``add_argument`` for this option."""
         if self.kind is bool:
             return {"action": "store_true"}
         if get_origin(self.kind) is tuple:

@@ -1,4 +1,4 @@
-"""Serving an endpoint over HTTP in this process, until it is asked to stop."""
+"""Serves an endpoint over HTTP in this process until the process is asked to stop."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ async def serve(
 ) -> None:
     """Serve until SIGINT, SIGTERM or, with ``exit_with_stdin``, the end of standard input; then abort all requests.
 
-    With ``joins``, the server joins a run once it is ready, and leaves it cleanly before it stops. Of ``listen``, only
-    ``exit_with_stdin``, ``ready_file``, ``lease_s`` and the TLS files are used; ``listener`` determines the address.
-    After standard input ends, the server keeps running for ``lease_s`` seconds after the last call with the token.
+    With ``joins``, the server joins a run once it is ready, and leaves it cleanly before it stops. From ``listen``,
+    only ``exit_with_stdin``, ``ready_file``, ``lease_s`` and the TLS files are used; ``listener`` determines the
+    address. After standard input ends, the server keeps running for ``lease_s`` seconds after the last call with the
+    token.
 
     Await this in the main thread, which receives the signals; a handled signal is raised again at the end. Once the
     server accepts requests, ``ready_file`` is written atomically with ``{"url", "pid"}`` as JSON. ``until_ready`` is
@@ -227,7 +228,7 @@ class _UntilFailure:
             await error_response(self._error)(scope, receive, send)
 
     async def wait_for_abandoned_calls(self, timeout_s: float) -> None:
-        """Wait for cancelled calls of requests that were answered with the failure or whose client disconnected."""
+        """Wait for cancelled calls: their requests were answered with the failure, or their clients disconnected."""
         if self._abandoned:
             await asyncio.wait(self._abandoned, timeout=timeout_s)
 

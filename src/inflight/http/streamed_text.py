@@ -1,4 +1,4 @@
-"""Text of tokens that arrive one by one, alone and in the OpenAI format."""
+"""Decodes tokens that arrive one by one, into plain text and into chat chunks in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class _Boundary(NamedTuple):
 class StreamedText:
     """Collects the text of one completion, and returns the part that later tokens can no longer change.
 
-    It holds back an incomplete character and the beginning of a stop string. Tokens are decoded once each time, from a
-    boundary shortly before the new ones, so that the cost per token does not grow with the completion. The text after
-    that boundary is known, and shows where the text of the new tokens begins.
+    It holds back an incomplete character and the beginning of a stop string. New tokens are decoded in one call, from a
+    boundary shortly before them, so that the cost per token does not grow with the completion. The text between the
+    boundary and the new tokens is known already, and shows where the new text begins.
     """
 
     def __init__(self, stop: Sequence[str] = ()) -> None:
@@ -40,19 +40,19 @@ class StreamedText:
         self._boundaries = deque([_Boundary(0, 0)])
         """Boundaries in order. Decoding begins at the first, and the last is the end of ``_text``."""
         self._proven = self._boundaries[0]
-        """The last boundary at which decoding began and gave the known text."""
+        """The last boundary from which decoding reproduced the known text."""
 
     def add(self, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Add tokens, and return the text so far that no later token can change."""
+        """Add tokens, and return the part of the text that no later token can change."""
         return self.certain(decode(self.extend(token_ids)))
 
     def extend(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Add tokens, and return the tokens whose text `certain` takes."""
+        """Add tokens, and return the tokens to decode; pass their text to `certain`."""
         self.token_ids += token_ids
         return self.token_ids[self._boundaries[0].num_tokens :]
 
     def certain(self, decoded: str) -> str:
-        """Return the text so far that no later token can change."""
+        """Return the part of the text that no later token can change."""
         if not self._is_stopped:
             self._note(decoded)
             before = before_stop(self._text, self._stop)
@@ -64,7 +64,7 @@ class StreamedText:
         return self._text[: len(self._text) - held]
 
     def _note(self, decoded: str) -> None:
-        """Add the text of the tokens not yet decoded, unless it ends within a character."""
+        """Add the text of the tokens not yet decoded, unless the text ends within a character."""
         begin = self._boundaries[0]
         known = self._text[begin.num_chars :]
         if decoded.endswith(_UNFINISHED):

@@ -11,7 +11,7 @@ _BYTES_OF_CONTAINER = 1024
 """A route allows one more list or object for each of this many bytes of its body limit."""
 _MOST_VALUES = 16 * 1024
 _BYTES_OF_VALUE = 16
-"""A route allows one more value for each of this many bytes of its body limit. Body limits allow as many bytes per
+"""A route allows one more value for each of this many bytes of its body limit. Body limits allow as many bytes for each
 token id.
 """
 _MOST_TEXTS = 4096

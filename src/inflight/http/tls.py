@@ -70,7 +70,7 @@ def _load_ca(context: ssl.SSLContext, path: str) -> None:
 
 
 class Handshake(asyncio.sslproto.SSLProtocol):
-    """A connection whose TLS handshake may take ten seconds. If there are too many, the oldest is closed.
+    """A connection whose TLS handshake may take ten seconds. If too many handshakes are pending, the oldest is aborted.
 
     With asyncio's own class, a handshake may take a minute, and the number of pending handshakes is unlimited.
     """

@@ -31,7 +31,7 @@ class ImagePart(WireModel):
 
 
 class ChatMessage(WireModel):
-    """One message of a conversation: a text, or a list of texts and images."""
+    """One message of a conversation: text, or a list of text and image parts."""
 
     role: str = Field(max_length=256)
     content: str | Annotated[Items[Annotated[TextPart | ImagePart, Field(discriminator="type")]], Field(min_length=1)]

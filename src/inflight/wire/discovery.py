@@ -129,7 +129,7 @@ class Capabilities(WireModel):
     candidates: bool = False
     """Whether a score request may have candidates."""
     manifest_digest: str | None = None
-    """`Manifest.digest` of the weights that the endpoint accepts, in its own order; None if unknown."""
+    """`Manifest.digest` of the weights that the endpoint accepts, in the endpoint's order; None if unknown."""
 
     def missing(self, needs: Needs) -> dict[str, str]:
         """Return the needs that an endpoint with these capabilities does not meet, by name.
@@ -163,7 +163,7 @@ class Capabilities(WireModel):
 
 
 class Health(WireModel):
-    """Response of ``/health``; its HTTP status is 200 while ``ok``, else 503."""
+    """Response of ``/health``; its HTTP status is 200 if ``ok`` is true, otherwise 503."""
 
     ok: bool
     state: EndpointState
@@ -177,7 +177,7 @@ class Acknowledgement(WireModel):
 
 
 class ErrorDetail(WireModel):
-    """A description of an error in OpenAI's format; ``code`` names the class in `inflight.errors`."""
+    """A description of an error in OpenAI's format; ``code`` identifies the class in `inflight.errors`."""
 
     message: str
     type: str = "inflight_error"

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 Items = Annotated[tuple[T, ...], Field(fail_fast=True)]
-"""A sequence whose validation stops at its first bad element, so that a long one yields a single error."""
+"""A sequence whose validation stops at the first invalid element, so that a long sequence yields a single error."""
 
 
 Natural = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -47,8 +47,8 @@ the squares of their sums would overflow.
 
 
 MIN_TEMPERATURE = 1e-3
-"""Lowest temperature to train at: logits divided by a lower one overflow, or the probabilities of all tokens but one
-are rounded to zero.
+"""Lowest temperature to train at: logits divided by a lower temperature overflow, or the probabilities of all tokens
+but one are rounded to zero.
 """
 
 
@@ -81,7 +81,7 @@ def usable_host(host: str) -> str:
 
 
 def usable_url(url: str) -> str:
-    """Return ``url`` if it contains a host, and if its port, if it has one, is in range. Raises ``ValueError``."""
+    """Return ``url`` if its host is valid, any port is in range, and it has no user name. Raises ``ValueError``."""
     if not all("!" <= character <= "~" for character in url):
         raise ValueError("it contains characters that are not allowed in a URL; percent-encode them")
     parts = urlsplit(url)

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from inflight.wire.fields import MAX_REWARD, Items, Natural, RequestId, Seed, TokenCount, TokenId, WireModel, is_empty
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Why a completion ended: a stop token or string, the limit of tokens, or an abort."""
+"""Why a completion ended: a stop token or string, the token limit, or an abort."""
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -92,7 +92,7 @@ class VersionSpan(WireModel):
 class PromptImage(WireModel):
     """An image in a prompt, as a data URL. It fills ``num_tokens`` placeholder tokens from index ``start`` on.
 
-    The same token elsewhere in the prompt is an ordinary token.
+    A placeholder token elsewhere in the prompt is an ordinary token.
     """
 
     url: ImageUrl
@@ -136,8 +136,8 @@ class GenerateRequest(WireModel):
     a stream.
     """
     num_continued: Natural = 0
-    """Number of tokens at the end of the prompt that belong to a completion that this request continues. It only
-    affects which completions drafts come from.
+    """Number of tokens at the end of the prompt that belong to a completion that this request continues. This number
+    only affects which completions drafts come from.
     """
 
     @model_validator(mode="after")
@@ -159,8 +159,8 @@ class RoutedExperts(WireModel):
 
     Row t lists the experts that computed token t, counting prompt and completion together, in the forward pass after
     which the next token was sampled. The last sampled token was never an input of the model, so it has no row. A row
-    has ``num_chosen`` experts for each of the model's ``num_layers`` layers, including layers without experts, whose
-    numbers have no meaning. The largest number that ``dtype`` holds means "unknown".
+    has ``num_chosen`` experts for each of the model's ``num_layers`` layers; for layers without experts, these numbers
+    have no meaning. The largest number that ``dtype`` holds means "unknown".
     """
 
     num_tokens: Natural
@@ -206,10 +206,10 @@ class RoutedExperts(WireModel):
 
 
 def longest_record(earlier: RoutedExperts | None, later: RoutedExperts | None) -> RoutedExperts | None:
-    """Return the combined record of a sequence's experts from two requests, the later of which continued the sequence.
+    """Return one record of a sequence's experts from two requests, where the later request continued the sequence.
 
-    If both records contain a token's experts, those of the earlier request are used: the next token was sampled after
-    them.
+    If both records contain a token's experts, those of the earlier request are used, because the next token was sampled
+    after them.
     """
     if earlier is None or later is None:
         return earlier or later
@@ -237,8 +237,8 @@ class DraftCounts(WireModel):
 class Completion(WireModel):
     """One sampled continuation.
 
-    ``logprobs[i]`` is the behaviour logprob of ``token_ids[i]``: natural log, of the distribution from which it was
-    sampled (temperature and filters included). Under greedy decoding, it is the log-softmax of the unscaled logits.
+    ``logprobs[i]`` is the behaviour logprob of ``token_ids[i]``: natural log, of the distribution from which the token
+    was sampled (temperature and filters included). Under greedy decoding, it is the log-softmax of the unscaled logits.
     Every sampled token is listed, including the end-of-sequence token and the tokens of a stop string. Spans cover all
     tokens without gap or overlap.
     """
@@ -267,7 +267,7 @@ class Completion(WireModel):
 
     @property
     def first_version(self) -> int | None:
-        """Version that sampled the first token; None if there is none."""
+        """Version that sampled the first token; None if there are no tokens."""
         return self.version_spans[0].version if self.version_spans else None
 
     @property

@@ -26,7 +26,7 @@ class ScoreRequest(WireModel):
     top_k: int = Field(default=0, ge=0, le=MAX_ALTERNATIVES)
     """How many of the most likely tokens to return for each scored token."""
     candidates: Items[Annotated[Items[TokenId], Field(max_length=MAX_ALTERNATIVES)]] = ()
-    """Further tokens to score at the position of each scored token, or empty. All rows have the same length."""
+    """Other tokens to score at each scored token's position; empty if there are none. All rows have the same length."""
 
     @model_validator(mode="after")
     def _scores_its_tokens(self) -> ScoreRequest:
@@ -63,7 +63,7 @@ class ScoreResponse(WireModel):
     top_token_ids: Items[Items[TokenId]] = ()
     """The ``top_k`` most likely tokens at each scored token's position, in order; empty unless requested."""
     top_logprobs: Items[Items[float]] = ()
-    """The logprobs of those tokens."""
+    """The logprobs of ``top_token_ids``."""
     candidate_logprobs: Items[Items[float]] = ()
     """The logprobs of the candidates, in the order of the request; empty unless requested."""
     version_spans: Items[VersionSpan]

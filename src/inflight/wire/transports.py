@@ -20,8 +20,8 @@ class ProcessGroupSpec(TransportSpec):
     """How one endpoint joins the group over which weights are sent.
 
     The trainer is rank 0 and hosts the group's store, which only members that know ``secret`` can use. The endpoint's
-    ranks are ``rank`` to ``rank + num_ranks - 1`` of ``world_size``. The call returns once the group is formed, or
-    fails after ``timeout_s`` seconds.
+    ranks are ``rank`` to ``rank + num_ranks - 1`` of ``world_size``. ``/init_process_group`` returns once the group is
+    formed, or fails after ``timeout_s`` seconds.
     """
 
     transport: Literal["gloo", "nccl"]
@@ -46,8 +46,8 @@ class ProcessGroupSpec(TransportSpec):
 class DirectorySpec(TransportSpec):
     """Where one endpoint reads the buckets that the publisher stores, on a file system that both can access.
 
-    For ``shm``, buckets are files in a directory in this host's memory, and are mapped. For ``file``, the directory is
-    on any file system, and each update is a subdirectory of safetensors files.
+    For ``shm``, the directory is in this host's memory, and endpoints map the files that contain buckets. For ``file``,
+    the directory is on any file system, and each update is a subdirectory of safetensors files.
     """
 
     transport: Literal["shm", "file"]
@@ -57,7 +57,7 @@ class DirectorySpec(TransportSpec):
 class IpcSpec(TransportSpec):
     """Where one endpoint finds the memory that the publisher shares: ``place`` is the UUID of the publisher's GPU.
 
-    ``directory`` is on the host that both share. It contains the handle of the memory and the position of each bucket
+    ``directory`` is on the host of both processes. It contains the handle of the memory and the position of each bucket
     in it.
     """
 

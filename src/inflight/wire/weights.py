@@ -55,7 +55,7 @@ class EndpointState(StrEnum):
 
 
 class TensorSpec(WireModel):
-    """One tensor as it is loaded: its checkpoint name, dtype (a key of `DTYPE_SIZES`) and full unsharded shape.
+    """One tensor to load: its name in the checkpoint, dtype (a key of `DTYPE_SIZES`) and full unsharded shape.
 
     ``uint8`` is for the bytes of a whole bucket, which a transport moves as one tensor.
     """
@@ -77,9 +77,9 @@ class TensorSpec(WireModel):
 class LoraSpec(WireModel):
     """A LoRA: each adapted weight is its base plus `scale` times B A.
 
-    The base is the weights of the endpoint's last update that was not a LoRA, or of the checkpoint that it was started
-    from. The tensors of module M are named as PEFT saves them, ``base_model.model.M.lora_A.weight`` [rank, in] and
-    ``base_model.model.M.lora_B.weight`` [out, rank], and change ``M.weight`` [out, in].
+    The base comes from the endpoint's last update that was not a LoRA, or else from the checkpoint that the endpoint
+    was started from. The tensors of module M are named as PEFT saves them, ``base_model.model.M.lora_A.weight`` [rank,
+    in] and ``base_model.model.M.lora_B.weight`` [out, rank], and change ``M.weight`` [out, in].
     """
 
     rank: int = Field(ge=1, le=2**31 - 1)
@@ -275,9 +275,9 @@ class WeightUpdate(UpdateMessage):
     ``deadline_s`` limits the preparation on the endpoint (such as draining). ``lease_s`` is how long the endpoint keeps
     the update open without a call from the publisher. After that, the endpoint itself ends the update, and keeps the
     old weights if no byte was applied. If ``staged`` is false, sampling is paused when the update is accepted; if it is
-    true, only the commit pauses sampling, so that it continues while buckets arrive. ``encodings`` lists the encodings
-    that may be used in addition to ``raw``. ``delta`` is relative to the weights that ``base`` names, which the
-    endpoint must have kept. ``keep`` asks the endpoint to keep the weights of this update for a later delta.
+    true, only the commit pauses sampling, so that sampling continues while buckets arrive. ``encodings`` lists the
+    encodings that may be used in addition to ``raw``. ``delta`` is relative to the weights of the update ``base``,
+    which the endpoint must have kept. ``keep`` asks the endpoint to keep the weights of this update for a later delta.
     """
 
     incarnation: Natural = 0
