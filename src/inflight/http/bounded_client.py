@@ -219,7 +219,7 @@ class BoundedClient:
         return b"".join(parts)
 
     def _body_of(self, response: httpx.Response, max_bytes: int) -> httpx.AsyncByteStream:
-        """Return the body as it arrives. Raises `ProtocolError` if its headers announce compression or too many bytes."""
+        """Return the body as it arrives. Raises `ProtocolError` if the headers announce compression or excess size."""
         headers = {name.lower(): value for name, value in response.headers.raw}
         encoding = headers.get(b"content-encoding", b"identity").decode(errors="replace")
         if encoding != "identity":

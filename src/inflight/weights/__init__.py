@@ -1,1 +1,1 @@
-"""Movement of weights: manifests and buckets, transports, the endpoint's state machine, and publishing."""
+"""Weight updates: buckets and encodings, transports, the endpoint's state machine, and publishing."""

@@ -16,7 +16,7 @@ The sums always differ after
 - any change within 4096 successive words (32 KiB), such as a flipped bit, because these words have different residues;
 - any swap of two unequal words, because words with the same residue are in different rows;
 - any swap of two unequal blocks of up to 4096 words, unless the distance between their beginnings is a multiple of 4099
-words: because 4099 is a prime, the effects of the swap cannot cancel at any other distance.
+words: because 4099 is prime, the effects of the swap cannot cancel at any other distance.
 
 Other damage is missed only if it leaves every one of these sums unchanged. No checksum of this kind authenticates the
 sender.
@@ -209,7 +209,7 @@ def checksum(flat: torch.Tensor, places: bytes = b"") -> str:
 def to_host(flat: torch.Tensor) -> torch.Tensor:
     """Return the bytes on the host, without a copy if they are there already.
 
-    Raises `TransferError` for a tensor that holds no data, such as one on the meta device or of a `FakeTensorMode`.
+    Raises `TransferError` for a tensor that holds no data, such as one on the meta device or from a `FakeTensorMode`.
     """
     host = flat if flat.is_meta else flat.cpu()
     if host.is_meta or type(host) is not torch.Tensor:
@@ -229,7 +229,7 @@ def _unreadable_error(flat: torch.Tensor) -> TransferError:
 
 
 def checksum_as(announced: str, flat: torch.Tensor, places: bytes = b"") -> str:
-    """Return the checksum of ``places`` and the bytes, uint8 [size]. It is of the same kind as ``announced``.
+    """Return the checksum of ``places`` and ``flat`` (uint8 [size]), of the same kind as ``announced``.
 
     Raises the same errors as `sums64`.
     """
@@ -237,9 +237,9 @@ def checksum_as(announced: str, flat: torch.Tensor, places: bytes = b"") -> str:
 
 
 def sums64(flat: torch.Tensor, places: bytes = b"") -> str:
-    """Return the checksum of ``places`` and the bytes, uint8 [size]: ``sums64:`` and 32 hexadecimal digits.
+    """Return the checksum of ``places`` and ``flat`` (uint8 [size]): ``sums64:`` and 32 hexadecimal digits.
 
-    The bytes are added up on their own device.
+    The bytes are added up on the tensor's device.
 
     Waits for the device. Raises `TransferError` for a tensor that holds no data.
     """
@@ -249,7 +249,7 @@ def sums64(flat: torch.Tensor, places: bytes = b"") -> str:
 
 
 def _sums(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sums for rows, of which the last may be short, and for residues, as int64."""
+    """Return the sums for the rows (the last may be short), then the sums for the residues, as int64."""
     num_words, num_odd_bytes = divmod(flat.numel(), 8)
     last = torch.zeros(8, dtype=torch.uint8, device=flat.device)
     last[:num_odd_bytes] = flat[8 * num_words :]
@@ -302,7 +302,7 @@ def encode_bucket(
 
 
 def sent_bytes(bucket: WeightBucket) -> SentBytes:
-    """Return the part of an encoded bucket that this rank sends."""
+    """Return the encoding, size and checksum of the bytes of an encoded bucket that this rank sends."""
     size_bytes = sum(spec.size_bytes for spec in bucket.specs)
     return SentBytes(encoding=bucket.encoding, size_bytes=size_bytes, checksum=bucket.checksum)
 

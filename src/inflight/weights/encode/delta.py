@@ -137,7 +137,7 @@ def find_tensor_changes(
 ) -> Patch | None:
     """Return the result of `find_changes` for the concatenated bytes of ``tensors``, without concatenating them.
 
-    Each tensor lies in one of the runs. Tensors that are not contiguous on the CPU are copied.
+    Each tensor lies within one run. Tensors that are not contiguous on the CPU are copied.
     """
     size_bytes = sum(tensor.nbytes for tensor in tensors)
     if not size_bytes == base_flat.numel() == sum(run.size_bytes for run in runs):

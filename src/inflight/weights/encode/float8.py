@@ -68,7 +68,7 @@ def encode_float8(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def decode_float8(payload: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor of a payload in ``dtype`` (float32, bfloat16 or float16), on the payload's device.
+    """Return the tensor that a payload encodes, in ``dtype`` (float32, bfloat16 or float16), on the payload's device.
 
     float32 and bfloat16 represent the encoded values exactly; float16 rounds magnitudes below 2**-14. Values too large
     for the dtype become its maximum. Raises `TransferError` for a payload of a different size, for a scale that is not
@@ -137,7 +137,7 @@ def _exponents(magnitudes: torch.Tensor) -> torch.Tensor:
 
 
 def _power_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """Return 2**exponent as float32, made from its bits: exact on every device for exponents of normal numbers."""
+    """Return 2**exponent as float32, built from its bits: exact on every device for exponents of normal numbers."""
     return ((exponents + 127) << 23).view(torch.float32)
 
 

@@ -39,7 +39,7 @@ def lora_shapes(settings: LoraSettings, model: Path) -> Mapping[str, tuple[int, 
 
 
 def changed_names(manifest: Manifest) -> list[str]:
-    """Return the model's tensors that an update changes: those that it sends, or the weights under its LoRA."""
+    """Return the model's tensors that an update changes: the ones that it sends, or the ones that its LoRA adapts."""
     if manifest.lora is None:
         return [tensor.name for tensor in manifest.tensors]
     return [f"{module}.weight" for module in _modules(manifest)]

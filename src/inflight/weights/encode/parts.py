@@ -23,7 +23,7 @@ def boxes_of(manifest: Manifest, bucket: BucketSpec, sender: int) -> Iterator[tu
 
 
 def part_specs(manifest: Manifest, bucket: BucketSpec, sender: int) -> tuple[TensorSpec, ...]:
-    """Return the boxes of a bucket that a sender sends as tensors, such as ``lm_head.weight[0:8,0:64]``."""
+    """Return a spec for each box of a bucket that a sender sends, named like ``lm_head.weight[0:8,0:64]``."""
     return tuple(
         TensorSpec(
             name=f"{spec.name}[{','.join(f'{start}:{stop}' for start, stop in box)}]",

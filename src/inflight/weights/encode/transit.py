@@ -69,8 +69,8 @@ class ReusedMemory:
     """Memory for received tensors. It is reused once nothing refers to the tensors in it.
 
     Reuse avoids allocating fresh pages, which takes longer than the copy itself. If ``device`` is a GPU, the memory is
-    pinned, so that it is copied there at full speed. Any thread may call the methods: a thread that was abandoned in an
-    earlier update may still be receiving when the next update begins.
+    pinned, so that its contents are copied to the GPU at full speed. Any thread may call the methods: a thread that was
+    abandoned in an earlier update may still be receiving when the next update begins.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -101,7 +101,7 @@ class ReusedMemory:
 class _Block:
     """Memory that is lent to one tensor at a time, together with the tensor's views.
 
-    The tensor's storage holds a numpy array that is a view of the memory, and the array is freed with it.
+    The tensor's storage holds a numpy array that is a view of the memory, and the array is freed with the storage.
     """
 
     def __init__(self, size_bytes: int, pinned: bool) -> None:

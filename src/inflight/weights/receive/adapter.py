@@ -13,7 +13,7 @@ class PausableEngine(Protocol):
     """The engine whose weights an `UpdateReceiver` changes.
 
     After `pause` has returned, exactly one of `apply`, `resume` and `fail_requests` follows. If `apply` raises,
-    `fail_requests` follows it. All are awaited in the receiver's event loop.
+    `fail_requests` follows it. All methods are awaited in the receiver's event loop.
     """
 
     @abstractmethod
@@ -34,10 +34,10 @@ class PausableEngine(Protocol):
         """Switch to the received weights, and resume sampling from ``update.version``.
 
         The weights are the whole model except for ``update.manifest.frozen``, or the LoRA of ``update.manifest.lora``.
-        Change the version that labels tokens together with the weights and in the same thread: if the engine has a
-        thread, in that thread, before it samples the first token. `UpdateReceiver.session` reports the new version only
-        after this method has returned, which is too late for the label. If this method raises any exception, the
-        weights are considered torn.
+        Change the version that labels tokens together with the weights, and in the same thread. If the engine has its
+        own thread, make both changes there, before it samples the first token. `UpdateReceiver.session` reports the new
+        version only after this method has returned, which is too late for the label. If this method raises any
+        exception, the weights are considered torn.
         """
 
     @abstractmethod

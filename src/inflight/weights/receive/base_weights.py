@@ -1,4 +1,4 @@
-"""The weights that partial updates need in addition to those they send.
+"""The weights that partial updates need in addition to the ones that they send.
 
 `BaseWeights` provides the tensors that an update omits, and `AdaptedWeights` holds the base of a LoRA.
 """
@@ -24,8 +24,8 @@ Named = list[tuple[str, torch.Tensor]]
 class BaseWeights:
     """The tensors that one engine has loaded since it started, by their checkpoint names.
 
-    Tensors that no update has sent are read from its checkpoint in ``directory``. Of the other tensors, only those that
-    an update asked to keep are held here. ``dtype`` is the dtype of the model.
+    Tensors that no update has sent are read from the engine's checkpoint in ``directory``. Of the other tensors, only
+    those that an update asked to keep are held here. ``dtype`` is the dtype of the model.
     """
 
     def __init__(self, directory: str, dtype: torch.dtype) -> None:
@@ -56,7 +56,7 @@ class BaseWeights:
     def tensor(self, name: str) -> torch.Tensor:
         """Return the most recently loaded value of a tensor, in the model's dtype.
 
-        It is on the CPU, or on the device on which its update sent it if that update asked to keep it.
+        It is on the CPU, or on the device on which it arrived if its update asked to keep it.
         """
         if name in self._loaded:
             kept = self._loaded[name]

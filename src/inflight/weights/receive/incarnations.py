@@ -1,4 +1,4 @@
-"""The incarnations of runs' trainers: which trainer of a run is the latest, and which one was replaced."""
+"""The incarnations of runs' trainers: which trainer of a run is the latest, and which ones were replaced."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Incarnations:
     def admit(self, run_id: str, incarnation: int) -> None:
         """Raise `FencedError` if a later incarnation has replaced this one; otherwise record it.
 
-        The trainer of a run that is no longer reported could not read the run's highest incarnation, so an earlier
-        trainer may have the same number. The call is therefore refused unless its number is higher, or all of them are
-        0 because the run's trainers do not count incarnations.
+        The trainer of a run that is no longer reported could not read the run's highest incarnation, so its own
+        incarnation may equal that of an earlier trainer. Its call is therefore refused unless its incarnation is higher
+        than the highest, or the highest is 0 because the run's trainers do not count incarnations.
         """
         highest = self.highest(run_id)
         if incarnation <= highest and highest > 0 and run_id not in self.reported():

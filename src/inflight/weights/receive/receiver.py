@@ -1,8 +1,9 @@
 """The receiving half of an update, shared by all endpoints that receive weights themselves.
 
-It combines the state machine, the group over which buckets are sent, and the lease. Buckets arrive at a `BucketSink`.
-`StagedSink` keeps them in this process until the commit, so that the old weights are still served after any earlier
-failure; with an adapter's own sink, the engine receives them. A `PausableEngine` pauses, loads and resumes.
+This module combines the state machine, the group over which buckets are sent, and the lease. Buckets arrive at a
+`BucketSink`. `StagedSink` keeps them in this process until the commit, so that the old weights are still served after a
+failure before the commit; with an adapter's own sink, the engine receives them. A `PausableEngine` pauses, loads and
+resumes.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class UpdateReceiver:
         await self._calls.aclose(_CLOSE_S)
 
     def _refuse_unsupported(self, update: WeightUpdate) -> None:
-        """Raise if an update needs an unsupported capability, different senders, or a base that was not kept."""
+        """Raise an error if an update needs an unsupported capability, other senders, or a base that was not kept."""
         require(self._capabilities, Needs.of_update(update), "this endpoint")
         if update.manifest.shardings and self._joining is not None:  # without a group, the session refuses it
             num_senders, num_joined = update.manifest.num_senders, 1 + len(self._joining.others)
@@ -287,7 +288,7 @@ class UpdateReceiver:
             await asyncio.wait([self._applying])
 
     async def _end(self, opened: _UpdateInProgress) -> None:
-        """End an update unless it has ended: discard the received buckets, and resume sampling if none were applied."""
+        """End an update unless it has ended: discard the received buckets, and resume sampling if none was applied."""
         if opened.is_over:
             return
         opened.stop_lease()

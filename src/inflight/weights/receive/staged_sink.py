@@ -1,4 +1,4 @@
-"""The sink of endpoints that receive buckets in this process and keep them until the commit."""
+"""The sink for endpoints that receive buckets in this process and keep them until the commit."""
 
 from __future__ import annotations
 

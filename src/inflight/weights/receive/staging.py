@@ -104,7 +104,7 @@ class Staging:
     def _receive_ahead(
         self, receiver: WeightReceiver, index: int, timeout_s: float, size_bytes: int | None = None
     ) -> None:
-        """Receive the next bucket while this one is verified, if its size is known before it is announced."""
+        """Start to receive the next bucket while this one is verified, if the next one's size is already known."""
         update = self.update
         if not isinstance(receiver, ReceivesAhead) or update.encodings or index == len(update.buckets):
             return
@@ -116,7 +116,7 @@ class Staging:
     def _receive_parts(self, receiver: WeightReceiver, transfer: BucketTransfer, bucket: BucketSpec) -> torch.Tensor:
         """Receive the parts of a bucket from all senders at the same time, and return the bucket's bytes."""
         manifest = self.update.manifest
-        assert isinstance(receiver, SeveralReceivers)  # an update of other senders than the group's is refused
+        assert isinstance(receiver, SeveralReceivers)  # an update from more or fewer senders is refused
         later = self.update.buckets[bucket.index + 1 : bucket.index + 2]
         flat = receiver.take(bucket.size_bytes)
         if self._base is not None:

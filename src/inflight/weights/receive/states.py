@@ -159,7 +159,7 @@ class UpdateStateMachine:
     def num_changes(self) -> int:
         """Number of ended updates, releases and restores.
 
-        If it increases while an engine is asked about its weights, the answer may be outdated.
+        If this number increases while an engine is asked about its weights, the answer may be outdated.
         """
         return self._num_changes
 
@@ -259,7 +259,7 @@ class UpdateStateMachine:
         return bucket, update.manifest.tensors[bucket.start : bucket.stop]
 
     def note_bucket_received(self) -> None:
-        """Record that the bucket that was begun most recently has arrived completely."""
+        """Record that the last bucket passed to `begin_bucket` has arrived completely."""
         assert self._open is not None
         assert self._open.is_receiving
         self._open.is_receiving = False

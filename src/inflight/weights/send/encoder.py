@@ -13,7 +13,7 @@ from inflight.wire import Encoding, UpdateRef, WeightUpdate
 
 
 class BucketEncoder:
-    """Encodes the buckets that ``rank`` sends with ``sender``; with ``delta``, only changes (see `Snapshot`)."""
+    """Encodes the buckets that ``rank`` sends with ``sender``; with ``delta``, only their changes (see `Snapshot`)."""
 
     def __init__(self, sender: WeightSender, *, encoding: Rounding, delta: bool, rank: int = 0) -> None:
         self.encoding: Rounding = encoding
@@ -48,13 +48,16 @@ class BucketEncoder:
             self._snapshot.note_applied(ref)
 
     def forget(self) -> None:
-        """Forget which weights the endpoints hold. An abandoned send may still read the buffers, so use new ones."""
+        """Forget which weights the endpoints hold.
+
+        The buffers are replaced, because an abandoned send may still be reading them.
+        """
         self._packer = Packer()
         if self._snapshot is not None:
             self._snapshot = Snapshot()
 
     def encode(self, bucket: WeightBucket, update: WeightUpdate) -> WeightBucket:
-        """Return a bucket that is ready to send. It is valid until the second call after this one."""
+        """Return the bucket in a form that is ready to send, valid until the second call after this one."""
         manifest, ref, snapshot = update.manifest, update.ref, self._snapshot
         places = b""
         if manifest.shardings:

@@ -32,7 +32,7 @@ async def wait_for_no_one() -> None:
 
 
 def describe_cause(cause: InflightError | None) -> str:
-    """Return why the update of an endpoint that is updated alone failed."""
+    """Return why an update of a single endpoint failed."""
     return "the deadline passed" if cause is None else str(cause)
 
 
@@ -47,10 +47,10 @@ async def update_endpoint(
 ) -> EndpointReport:
     """Update one endpoint, and return what it serves afterwards.
 
-    Awaits the barrier ``meet`` twice: after the endpoint has accepted, and after it has received every bucket.
-    ``limit`` ends the attempt at a deadline, which the owner of ``limit`` may reschedule to an earlier time. As soon as
-    the endpoint has failed, this calls ``on_failure`` with the cause, or with None if others ended the attempt;
-    ``on_failure`` returns the cause as text. A failed update is aborted.
+    Awaits the barrier ``meet`` twice: after the endpoint has accepted the update, and after it has received every
+    bucket. ``limit`` ends the attempt at a deadline, which the owner of ``limit`` may reschedule to an earlier time. As
+    soon as the endpoint has failed, this calls ``on_failure`` with the cause, or with None if ``limit`` ended the
+    attempt through no fault of the endpoint; ``on_failure`` returns the cause as text. A failed update is aborted.
     """
     is_asked = is_committing = False
     cause: InflightError | None = None
@@ -168,8 +168,8 @@ async def query_endpoints(
 ) -> dict[str, T | Exception]:
     """Return what each call returned or raised. Calls that take too long are cancelled and omitted.
 
-    Each call has `ANSWER_S` seconds. If fewer than ``num_needed`` have answered by then, the others have up to
-    ``timeout_s``.
+    Each call has `ANSWER_S` seconds. If fewer than ``num_needed`` calls have ended by then, the others may take up to
+    ``timeout_s`` seconds in total, until enough have ended.
     """
     answers: dict[str, T | Exception] = {}
 

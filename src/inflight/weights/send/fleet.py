@@ -3,8 +3,8 @@
     JOINING -> HEALTHY            a publish was applied
     HEALTHY -> SUSPECT            no answer in time (within two seconds for the query at the start of a publish, if
                                   enough others answer it): left out, and queried once more before the next publish
-    HEALTHY -> DEAD               it is unreachable, or a suspect that still does not answer, or its only attempt to
-                                  join failed, or its memory is released
+    any state -> DEAD             it is unreachable, it is a suspect that still does not answer, its only attempt to
+                                  join failed, its memory is released, or another run has taken it over
     SUSPECT, DEAD -> JOINING      it answers again: the next publish is its attempt to join
     HEALTHY -> JOINING            it missed a version, or its weights are torn: the next publish repairs it
 
@@ -37,7 +37,7 @@ from inflight.weights.send.ranks import PartSender
 from inflight.wire import Capabilities, EndpointState, InFlightPolicy, Needs, WeightVersion
 
 _NUM_ATTEMPTS = 3
-"""Attempts per publish. When a member is lost, the weights of others may be torn, and another attempt repairs them."""
+"""Attempts per publish. When a member is lost, other members' weights may be torn, and another attempt repairs them."""
 _FIRST_PAUSE_S = 1.0
 """Delay in seconds before a dead member is first queried again."""
 _MAX_PAUSE_S = 60.0
@@ -71,7 +71,7 @@ class _Member:
 
     endpoint: InferenceEndpoint
     url: str | None = None
-    """The URL by which the member was named; None if it was passed as a connected endpoint."""
+    """The URL with which the member was specified; None if it was passed as a connected endpoint."""
     capabilities: Capabilities | None = None
     """The capabilities that the member last reported; None before its first answer."""
     state: MemberState = MemberState.JOINING
@@ -115,11 +115,12 @@ class Fleet:
 
     Rank 0 has a fleet; other ranks call `take_part`. The fleet starts with the endpoints of ``publisher``, and owns
     ``publisher`` from then on. ``quorum`` is the number of endpoints that have to hold each version; None means all
-    endpoints that can be reached, and at least one. ``token`` is for endpoints named by URL. Use a fleet from one
+    endpoints that can be reached, and at least one. ``token`` is for endpoints specified by URL. Use a fleet from one
     thread at a time.
 
-    ``group`` is a process group of all ranks for a sharded publisher whose publishes overlap training: the ranks agree
-    over it instead of torch's default group, and servers that would need gathered weights are left out.
+    ``group`` is a process group of all ranks for a sharded publisher whose publishes overlap training: the ranks use it
+    instead of torch's default group to agree on each attempt, and servers that would need gathered weights are left
+    out.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Fleet:
     def set_members(self, wanted: Iterable[InferenceEndpoint | str]) -> None:
         """Set the members from now on, given as names, URLs or connected endpoints.
 
-        A new member joins with the next publish that it answers. A member that is not named leaves: its requests
+        A new member joins with the next publish that it answers. A member that is not listed leaves: its requests
         continue, but it receives no further publishes. If a URL is invalid, raises `ConfigError` and leaves the fleet
         unchanged.
         """
@@ -340,7 +341,7 @@ class Fleet:
     def _leave_some_out(self, deadline_s: float) -> None:
         """Leave out members whose memory is released.
 
-        If enough others answer promptly, also leave out those that do not.
+        If enough members answer promptly, also leave out the members that do not.
 
         The members that are left out are queried again before the next publish.
         """
@@ -404,7 +405,7 @@ def take_part(
     deadline_s: float = 60.0,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Gather the weights, or send this rank's part of them with ``parts``, in each attempt of a publish by rank 0.
+    """Gather the weights, or send this rank's part of them with ``parts``, in each attempt that rank 0 makes.
 
     Every rank other than 0 calls this while rank 0 calls `Fleet.publish`.
 

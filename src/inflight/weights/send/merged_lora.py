@@ -51,7 +51,7 @@ class MergedLora(PartialWeightSource):
         return self._source.version
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Return the specs of the whole weights that the LoRA changes."""
+        """Return the specs of the full weights that the LoRA changes."""
         return self._specs
 
     def frozen_names(self) -> Sequence[str]:

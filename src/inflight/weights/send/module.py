@@ -23,8 +23,8 @@ class ModuleWeights(PartialWeightSource):
     The training loop sets ``version``: it adds one after each optimizer step. The object keeps no copy of the weights,
     only two buffers of the size of a bucket if weights are cast. Tensors have the names that ``save_pretrained``
     writes: the prefixes of DDP, accelerate and torch.compile are removed, and tied weights appear once. Endpoints
-    refuse a model whose checkpoint does not contain the same tensors as its module, such as transformers' mixtures of
-    experts.
+    refuse models whose checkpoints do not contain the same tensors as their modules. Mixture-of-experts models in
+    transformers are an example.
 
     ``wire_dtype`` (a key of `DTYPE_SIZES`) is the dtype to which weights are cast for the transfer, such as the
     ``dtype`` of an endpoint's capabilities; None keeps the dtype of each weight. Raises `ConfigError` for an unknown
@@ -129,8 +129,8 @@ def gather_named(
     """Yield whole tensors bucket by bucket, as `WeightSource.gather_weights` does.
 
     Only the sender's buckets hold tensors. If no tensor of a bucket has to be cast, the bucket holds the tensors in
-    ``named`` themselves. Otherwise all of them are copied into memory of ``packer``, which the caller passes to every
-    gathering.
+    ``named`` themselves. Otherwise all of them are copied into memory from ``packer``. The caller passes the same
+    ``packer`` to every call.
     """
     size_bytes = max((bucket.size_bytes for bucket in buckets), default=0)
     for bucket in buckets:
@@ -162,7 +162,7 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by their checkpoint names. Tied weights appear once."""
-    derived = getattr(module, "all_tied_weights_keys", {})  # of transformers: names that its checkpoints leave out
+    derived = getattr(module, "all_tied_weights_keys", {})  # set by transformers: names that its checkpoints leave out
     names: dict[int, str] = {}
     state = {name: t for name, t in module.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     for name, tensor in state.items():
@@ -175,10 +175,10 @@ class LoraWeights(LoraSource):
     """The LoRA of a module that every rank holds in full.
 
     ``module`` is a PEFT model, or any module whose adapted layers have ``lora_A`` [r, in] and ``lora_B`` [out, r]:
-    parameters, linear layers without bias, or, as in PEFT, dicts of these by ``lora_name``. ``alpha`` and ``rslora``
-    determine the scale, as in `LoraSpec`; None means the value in the LoRA's PEFT config. Without such a config, None
-    means False for ``rslora``. As for `ModuleWeights`, the training loop sets ``version``, and weights are cast to
-    ``wire_dtype``.
+    parameters, linear layers without bias, or (as in PEFT) dicts of either, keyed by ``lora_name``. ``alpha`` and
+    ``rslora`` determine the scale, as in `LoraSpec`; None means the value in the LoRA's PEFT config. Without such a
+    config, None means False for ``rslora``. As for `ModuleWeights`, the training loop sets ``version``, and weights are
+    cast to ``wire_dtype``.
 
     Endpoints add the LoRA to the weights of their last update that was not a LoRA, or of their checkpoint. Raises
     `ConfigError` if the module has no such layers or ``alpha`` is not known. Raises `UnsupportedError` for ranks or
@@ -229,7 +229,7 @@ class LoraWeights(LoraSource):
         return self._spec
 
     def parameter_specs(self) -> Sequence[TensorSpec]:
-        """Return the specs of all A and B, under the names that PEFT writes to files."""
+        """Return the specs of all matrices A and B, under the names that PEFT writes to files."""
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in self._named()]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:

@@ -16,8 +16,8 @@ from inflight.weights.send.publish import CLOSED, Publish, Stopwatch
 class OpenPublish:
     """A publish that endpoints have been asked to accept, and whose buckets have not been sent yet.
 
-    An endpoint that does not stage the update neither samples nor accepts other updates until the publish ends, which
-    it does at its deadline at the latest.
+    An endpoint that does not stage the update neither samples nor accepts other updates until the publish ends, at the
+    latest at its deadline.
     """
 
     def __init__(self, run: Callable[..., Any], publish: Publish, running: Future[PublishReport]) -> None:
@@ -31,7 +31,7 @@ class OpenPublish:
         return self._running.done()
 
     def wait_until_accepted(self) -> None:
-        """Return once every endpoint has accepted the update, and those that are not staged have paused.
+        """Return once every endpoint has accepted the update, and has paused unless it stages the update.
 
         Raises `PublishError` if the publish ended instead; all endpoints have then resumed.
         """

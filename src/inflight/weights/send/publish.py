@@ -1,6 +1,6 @@
 """One publish, which updates all endpoints at the same time while the training thread supplies the buckets.
 
-    request (refuse or accept) -> every bucket, compared on arrival -> commit (pause, apply, resume)
+    request (refuse or accept) -> every bucket, verified on arrival -> commit (pause, apply, resume)
 
 The endpoints wait for each other twice: nothing is sent before all have accepted, and nothing is committed before all
 have received every bucket. As soon as too few endpoints remain, the publish ends for all of them, so that none waits
@@ -92,7 +92,7 @@ class Publish:
         return self._group.encoder.encode(bucket, self._update)
 
     async def prepare(self) -> None:
-        """Form the group unless there is one, and begin the update on the sender. The report describes a failure.
+        """Form the group unless there is one, and begin the update on the sender. A failure appears in the report.
 
         Raises `ConfigError`, `UnsupportedError` or `FencedError` before any endpoint has received a request.
         """
@@ -144,7 +144,7 @@ class Publish:
         return self._report(reports)
 
     async def wait_until_accepted(self) -> None:
-        """Return once all endpoints have accepted and those not staged have paused, or once the publish has ended."""
+        """Return once all endpoints have accepted (and paused, unless they stage the update) or the publish is over."""
         await self._gate.accepted.wait()
 
     async def end(self, problem: str) -> None:
@@ -154,7 +154,7 @@ class Publish:
     # ------------------------------------------------------------------------------------------------- the endpoints
 
     def _calls(self) -> Iterator[Coroutine[Any, Any, EndpointReport]]:
-        """Yield one call per endpoint, which updates it or, if it cannot take part, asks what it serves."""
+        """Yield one call per endpoint, to update it or, if it cannot take part, to ask what it serves."""
         grace_s = _COLLECTIVE_GRACE_S if self._group.sender.is_collective else 0.0
         able = [] if self._problem else [endpoint for endpoint in self._endpoints if endpoint.name not in self._unfit]
         for endpoint in able:

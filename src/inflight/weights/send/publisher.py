@@ -61,7 +61,7 @@ class WeightPublisher:
     Entering the context asks each endpoint for its capabilities and forms the weight group. If that fails, it raises
     `ConfigError`, `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and
     leaves no group or connection open. A publish forms a new group if its endpoints differ from those of the previous
-    publish, or if the previous publish failed. Any thread may call `run` and `start`, also during a publish; publish
+    publish, or if the previous publish failed. Any thread may call `run` and `start`, even during a publish; publish
     from one thread at a time.
     """
 
@@ -111,7 +111,7 @@ class WeightPublisher:
         self._endpoints: dict[InferenceEndpoint, Capabilities] = {}
         self._connect_timeout_s = connect_timeout_s
         self._calls: set[asyncio.Task[Any]] = set()
-        """The calls of `start` that are running."""
+        """The running calls that `start` began."""
         self._portal: BlockingPortal | None = None
         self._portal_thread: threading.Thread | None = None
         self._opening = threading.Lock()
@@ -182,7 +182,10 @@ class WeightPublisher:
         self.close()
 
     def close(self) -> None:
-        """Cancel the calls of `start`, leave the group and close the connections. Servers keep running. Idempotent."""
+        """Cancel the calls that `start` began, leave the group, and close the connections. Idempotent.
+
+        Servers keep running.
+        """
         self.group.lose()
         if self._portal is not None and self._portal_thread is not None:
             self._portal.call(self._cancel_calls)
@@ -232,8 +235,9 @@ class WeightPublisher:
     ) -> PublishReport:
         """Publish the gathered buckets to ``endpoints``, of which ``num_needed`` have to apply the update.
 
-        The deadline begins when the first bucket is gathered. Any exception from the worker, or an interrupt, ends the
-        publish on all endpoints before it is raised here. To publish the weights of a worker, call `publish_weights`.
+        The deadline starts once the first bucket has been gathered. Any exception from the worker, or an interrupt,
+        ends the publish on all endpoints before it is raised here. To publish the weights of a worker, call
+        `publish_weights`.
         """
         gathering = Stopwatch()
         with gathering:
@@ -309,14 +313,14 @@ def publish_weights(
     ``keep_base`` makes endpoints keep these weights in host memory. Engines that fuse tensors need them if a later
     update is a LoRA or omits some weights, unless the weights are those of the engine's checkpoint.
 
-    A LoRA is sent to endpoints that support LoRA. If one of them supports only partial updates, a `MergingLoraSource`
-    merges its LoRA: from then on, all endpoints receive the merged weights that the LoRA changes.
+    A LoRA is sent as such if every endpoint supports LoRA. If an endpoint supports only partial updates, a
+    `MergingLoraSource` merges its LoRA: from then on, all endpoints receive the merged weights that the LoRA changes.
 
-    Raises `PublishError` if fewer endpoints applied the update; its report names each endpoint's state. `ConfigError`
-    and `UnsupportedError` mean that no endpoint has received a request, and `FencedError` that another trainer has
-    replaced this one. Errors of gathering propagate. Whatever is raised, the collective gather was completed on every
-    rank, and no endpoint stays paused: reachable endpoints have aborted the update, and the others resume by themselves
-    when their lease ends.
+    Raises `PublishError` if fewer endpoints applied the update; its report contains each endpoint's state.
+    `ConfigError` and `UnsupportedError` mean that no endpoint has received a request, and `FencedError` that another
+    trainer has replaced this one. Errors raised while gathering propagate. Whatever is raised, the collective gather
+    was completed on every rank, and no endpoint stays paused: reachable endpoints have aborted the update, and the
+    others resume by themselves when their lease ends.
     """
     if not isinstance(worker, WeightSource):
         raise ConfigError(
@@ -391,7 +395,7 @@ def _sharing_ranks(
 ) -> RankSenders | None:
     """Return the senders of all ranks if each rank is to send the parts that it holds, otherwise None.
 
-    If such senders exist but cannot be used, rank 0 has ordered the other ranks to gather whole tensors.
+    If such senders exist but cannot be used, this orders the other ranks to gather whole tensors.
     """
     ranks = publisher.ranks
     if ranks is None or source.rank != 0:

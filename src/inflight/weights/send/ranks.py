@@ -238,7 +238,7 @@ class RankSenders(WeightSender, SendsFromDevice, ReservesMemory):
     def _order(self, order: Order) -> list[Answer]:
         """Send an order, and return the other ranks' answers to the previous order.
 
-        Raises `TransferError` if one failed.
+        Raises `TransferError` if a rank failed.
         """
         with self._lock:
             if not self._is_sending and not isinstance(order, GatherOrder):

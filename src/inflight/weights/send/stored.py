@@ -1,4 +1,4 @@
-"""The weights in a checkpoint directory, or in the directory of a PEFT adapter, as a source of publishes."""
+"""The weights in a checkpoint directory, or in the directory of a PEFT adapter, as a `WeightSource`."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ class _StoredWeights(WeightSource):
 class CheckpointWeights(_StoredWeights):
     """The tensors in a model directory, cast to ``dtype``. One bucket at a time is in memory.
 
-    ``model`` is the checkpoint with which endpoints were started; if it is given, it determines the tensors and their
-    order. Raises `ConfigError` if the directory cannot be read, or if its tensors or their shapes differ from those of
-    ``model``.
+    ``model`` lists the tensors of the checkpoint with which endpoints were started; if it is given, it determines the
+    tensors and their order. Raises `ConfigError` if the directory cannot be read, or if its tensors or their shapes
+    differ from those in ``model``.
     """
 
     def __init__(self, path: Path, dtype: str, model: Sequence[TensorSpec] | None = None) -> None:

@@ -47,10 +47,10 @@ def store_weights(
 ) -> StoreReport:
     """Store the worker's current weights as the newest version of the run, and return a report.
 
-    Rank 0 calls this with a `DirectorySender` or `HttpFileSender`, while every other rank calls `gather_only`. It does
-    not wait for servers, which load the newest version when they are ready (see `inflight.weights.receive.following`).
-    ``incarnation`` is the number of times that a run's trainer was started: pass one more than `newest_incarnation`
-    returns.
+    Rank 0 calls this with a `DirectorySender` or `HttpFileSender`, while every other rank calls `gather_only`. The call
+    does not wait for servers, which load the newest version when they are ready (see
+    `inflight.weights.receive.following`). ``incarnation`` is the number of times that a run's trainer was started: pass
+    one more than `newest_incarnation` returns.
 
     Raises `TransferError` or `DeadlineError` if the version cannot be stored in time; the previous version then
     remains the newest. Whatever is raised, the collective gather was completed on every rank.

@@ -57,8 +57,8 @@ class WeightGroup:
         """Form the group of these endpoints, unless it is the current one. Return why some of them could not join.
 
         An endpoint may be missing only if the transport is not collective and ``num_needed`` others have joined.
-        Otherwise, its error or `TransferError` is raised within about ``timeout_s``; no group then remains, and servers
-        that are waiting for the group are notified.
+        Otherwise, its error or `TransferError` is raised within about ``timeout_s`` seconds; no group then remains, and
+        servers that are waiting for the group are notified.
         """
         if not endpoints:
             raise ConfigError("no endpoint is left to publish the weights to")
@@ -147,7 +147,7 @@ class WeightGroup:
     async def begin_update(self, update: WeightUpdate, timeout_s: float) -> WeightUpdate:
         """Prepare the sender once it has cleaned up the previous update. Return the update as it will be sent.
 
-        The update becomes a delta if this is requested and every member has kept the base. Raises `TransferError`.
+        The update becomes a delta if deltas are enabled and every member has kept the base. Raises `TransferError`.
         """
         ending, self._ending = self._ending, None
         if ending is not None:

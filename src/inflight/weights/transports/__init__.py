@@ -31,8 +31,8 @@ def make_sender(transport: TransportName, *, address: str = "127.0.0.1", directo
     """Return the trainer's end of a transport, which is given by its name or as ``module:attribute``.
 
     ``address`` is the address at which the endpoints reach this machine (gloo, nccl, http). ``directory`` is where
-    buckets are stored: file needs a directory that the endpoints can read; http, shm and ipc create their own by
-    default. Raises `ConfigError`.
+    buckets are stored: ``file`` needs a directory that the endpoints can read; ``http``, ``shm`` and ``ipc`` create
+    their own by default. Raises `ConfigError`.
     """
     return named_transport(transport).sender(address=address, directory=directory)
 

@@ -111,7 +111,7 @@ class ArenaMemory(Protocol):
 
 
 class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
-    """Trainer rank 0's end. ``directory`` replaces /dev/shm."""
+    """The sender of trainer rank 0. ``directory`` replaces /dev/shm."""
 
     def __init__(self, memory: ArenaMemory, directory: Path | None = None) -> None:
         self._memory = memory
@@ -202,7 +202,7 @@ class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
                 raise attempt.failed(error) from error
 
     def end(self, *, is_done: bool) -> None:
-        """Reuse the memory if the update is done; otherwise, leave it to its readers."""
+        """End the update. Its memory is reused if the update is done; otherwise, the memory is left to its readers."""
         with self._lock:
             update, self._update = self._update, None
             records, self._records = self._records, []
@@ -294,7 +294,7 @@ def _close_unused() -> None:
 
 
 class ArenaReceiver(StoredReceiver):
-    """One endpoint rank's end. Tensors are read-only views of the arena."""
+    """The receiver of one endpoint rank. Tensors are read-only views of the arena."""
 
     def __init__(self, spec: ArenaSpec, memory: ArenaMemory) -> None:
         super().__init__()

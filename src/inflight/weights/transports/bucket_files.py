@@ -1,6 +1,6 @@
 """Updates as files: what each file contains, how it is written, and how readers verify it.
 
-    DIRECTORY/RUN/latest.json                  names the newest complete update, an `UpdateRef`
+    DIRECTORY/RUN/latest.json                  the `UpdateRef` of the newest complete update
     DIRECTORY/RUN/VERSION-SESSION/00000.safetensors ...
     DIRECTORY/RUN/VERSION-SESSION/manifest.json    a `StoredUpdate`, written once all buckets are stored
     DIRECTORY/RUN/VERSION-SESSION/lease-NAME       a reader's lease: keeps the update while younger than `LEASE_S`
@@ -121,7 +121,7 @@ def header_length(first_bytes: bytes, file_bytes: int, size_bytes: int) -> int:
 
 
 def check_header(text: bytes, ref: UpdateRef, index: int, size_bytes: int) -> None:
-    """Raise ``ValueError`` unless this is the header of this bucket, with ``size_bytes`` of data without gaps."""
+    """Raise ``ValueError`` unless this is the bucket's header and describes ``size_bytes`` of data without gaps."""
     try:
         fields = json.loads(text)
         found = fields.pop("__metadata__", {})
@@ -201,9 +201,9 @@ class BucketStore:
     If they need not survive one, later updates overwrite the files of removed updates, which avoids allocating memory.
     A reader of a removed update then finds bytes that do not match the update's checksums.
 
-    An update is complete, and `LATEST` names it, as soon as its last bucket is stored. It does not matter to followers
-    of the directory whether endpoints applied the update. The store keeps the newest complete update (the newest two if
-    files are durable), the open update and a few leased ones.
+    An update is complete, and `LATEST` refers to it, as soon as its last bucket is stored. It does not matter to
+    followers of the directory whether endpoints applied the update. The store keeps the newest complete update (the
+    newest two if files are durable), the open update and a few leased ones.
     """
 
     def __init__(self, directory: Path, *, is_durable: bool) -> None:
@@ -323,7 +323,10 @@ class BucketStore:
             os.close(fd)
 
     def _prune(self, run: Path) -> None:
-        """Remove all complete updates but those completed last, because version numbers may decrease."""
+        """Remove incomplete updates, and complete ones that are neither leased nor among the most recently completed.
+
+        Versions do not determine the order, because version numbers may decrease.
+        """
         completed: list[tuple[int, Path]] = []
         with os.scandir(run) as entries:
             for entry in entries:

@@ -28,7 +28,7 @@ _Storage: Any = torch.UntypedStorage  # its stubs leave out the sharing of CUDA 
 class MemoryHandle(WireModel):
     """A description with which another process maps ``size_bytes`` of memory.
 
-    ``memory`` names the memory; the other fields are internal to CUDA and torch.
+    ``memory`` identifies the memory; the other fields are internal to CUDA and torch.
     """
 
     size_bytes: Natural
@@ -147,7 +147,7 @@ class CudaMemory(DeviceMemory):
 
 
 class HostMemory(DeviceMemory):
-    """Memory of this host, in files in the sender's directory. With it, the transport works without a GPU."""
+    """Memory of this host, in files in the sender's directory. It lets the transport work without a GPU."""
 
     device = torch.device("cpu")
     place = "host"

@@ -1,4 +1,4 @@
-"""Weights through files: rank 0 writes each update into a directory, and endpoints read it then or later."""
+"""Weights through files: rank 0 writes each update into a directory, and endpoints read it immediately or later."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from inflight.wire import DirectorySpec, HttpFileSpec, UpdateRef, WeightUpdate
 
 
 class DirectorySender(WeightSender):
-    """Trainer rank 0's end.
+    """The sender of trainer rank 0.
 
     The endpoints can read ``directory``. ``is_durable`` has the same meaning as for `BucketStore`.
     """
@@ -175,7 +175,7 @@ class BucketFileReceiver(StoredReceiver):
 
 
 class DirectoryReceiver(BucketFileReceiver):
-    """One endpoint rank's end."""
+    """The receiver of one endpoint rank."""
 
     def __init__(self, spec: DirectorySpec, device: torch.device | None = None) -> None:
         super().__init__(spec, device)

@@ -50,7 +50,7 @@ class CollectiveGroup(Protocol):
 
     @abstractmethod
     def gather(self, flat: torch.Tensor, timeout_s: float) -> list[torch.Tensor]:
-        """On rank 0, return what every rank passes; elsewhere, an empty list. Blocks. Raises `RuntimeError`."""
+        """Return, on rank 0, the tensors of all ranks; on other ranks, an empty list. Blocks. Raises `RuntimeError`."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -138,7 +138,7 @@ class PolledGroup(CollectiveGroup):
 
 @dataclass(frozen=True, slots=True)
 class GroupKind:
-    """How the groups of one backend are created. ``device_type`` is the type of the device that holds its buckets.
+    """How the groups of one backend are created. ``device_type`` is the type of the device that holds the buckets.
 
     ``make`` receives a key store, the rank, the number of ranks, the local address and the timeout in seconds.
     """

@@ -26,9 +26,9 @@ _OPENING_BYTES = 1 << 16
 
 
 class HttpFileSender(WeightSender):
-    """Trainer rank 0's end. Endpoints connect to ``address``.
+    """The sender of trainer rank 0. Endpoints connect to ``address``.
 
-    Files are written to ``directory`` and stay there. Without it, they are in a temporary directory, which `abort`
+    Files are written to ``directory`` and stay there. If it is None, they are in a temporary directory, which `abort`
     removes.
     """
 
@@ -99,7 +99,7 @@ class HttpFileSender(WeightSender):
 
 
 class HttpFileReceiver(BucketFileReceiver):
-    """One endpoint rank's end."""
+    """The receiver of one endpoint rank."""
 
     def __init__(self, spec: HttpFileSpec, device: torch.device | None = None) -> None:
         super().__init__(spec, device)

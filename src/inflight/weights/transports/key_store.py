@@ -1,6 +1,6 @@
 """The key-value store through which the ranks of a weight group meet.
 
-The sender serves it to ranks that know its secret.
+The sender serves it to ranks that know the group's secret.
 
 A client can set keys, wait for keys, and read a key. It cannot list or delete them. The number and size of entries are
 limited, so that no client can fill the sender's memory.

@@ -40,7 +40,7 @@ _NONCE_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The ranks of a group that have met, the store through which they form it, and torch's store if it is needed."""
+    """The result of `meet`: the store through which the ranks form their group, and torch's store if it is needed."""
 
     keys: KeyStore
     torch_store: Any = None
@@ -192,7 +192,7 @@ class AnnouncedRanks:
 
     It announces ``spec.rank`` and the ranks after it on the engine's behalf. Once `meet` returns, every other rank has
     arrived and is joining; once `await_send` returns, the sender is sending. Calling `abandon` from another thread
-    makes both raise `TransferError` early.
+    makes both methods raise `TransferError` early.
     """
 
     def __init__(self, spec: ProcessGroupSpec, num_ranks: int) -> None:

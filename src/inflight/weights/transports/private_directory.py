@@ -26,7 +26,7 @@ _LOCK = "lock"
 class PrivateDirectory:
     """A new directory ``path`` in ``parent``, with a random name and the mode 0700.
 
-    The constructor removes directories that killed processes of this user left in ``parent``. Raises `OSError`.
+    The constructor removes directories that killed processes of this user left behind in ``parent``. Raises `OSError`.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -52,7 +52,7 @@ class PrivateDirectory:
 
 
 def remove_left_behind(parent: Path) -> None:
-    """Remove the directories that dead processes of this user left in ``parent``. Raises `OSError`."""
+    """Remove the directories that dead processes of this user left behind in ``parent``. Raises `OSError`."""
     with os.scandir(parent) as entries:
         names = [entry.name for entry in entries if _NAME.fullmatch(entry.name)]
     for path in (parent / name for name in names):

@@ -33,7 +33,7 @@ _KINDS: Mapping[GroupTransport, GroupKind] = {"gloo": GLOO, "nccl": NCCL}
 
 
 class ProcessGroupSender(WeightSender, SendsFromDevice):
-    """Trainer rank 0's end. Endpoints connect to ``address``. ``kind`` replaces the transport's kind of group.
+    """The sender of trainer rank 0. Endpoints connect to ``address``. ``kind`` replaces the transport's kind of group.
 
     Raises `ConfigError` if the transport needs a GPU and torch sees none.
     """
@@ -142,7 +142,7 @@ class ProcessGroupSender(WeightSender, SendsFromDevice):
 
 
 class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
-    """One endpoint rank's end.
+    """The receiver of one endpoint rank.
 
     Tensors arrive on the CPU (gloo) or on ``device`` (NCCL). ``kind`` has the same meaning as for the sender.
     """

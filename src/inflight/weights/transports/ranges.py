@@ -48,7 +48,7 @@ class Opening:
 
 @dataclass(slots=True)
 class _Part:
-    """The part of ``data`` that receives a file's bytes, beginning at ``start``; ``done`` of them have arrived."""
+    """A range of a file, which begins at byte ``start`` and fills ``data``; ``done`` bytes have arrived."""
 
     start: int
     data: memoryview
@@ -160,9 +160,10 @@ class RangeClient:
     def _request_range(
         self, names: Sequence[str], start: int, stop: int, attempt: Attempt, tag: str | None = None
     ) -> Iterator[tuple[http.client.HTTPResponse, Opening]]:
-        """Request a range. Yield the unread response and the file's opening. A fully read connection is reused.
+        """Request a range, and yield the unread response and the file's opening.
 
-        Raises `NotThereError`, `TransferError` if a retry would not help, or the error of a cut connection.
+        The connection is reused if the response is read completely. Raises `NotThereError`, `TransferError` if a retry
+        would not help, or the error of a cut connection.
         """
         connection, answer = self._take_connection(attempt), None
         headers = {"Authorization": f"Bearer {self._token}", "Range": f"bytes={start}-{stop - 1}"}

@@ -51,7 +51,7 @@ class FileMemory(ArenaMemory):
     def map_memory(self, fd: int, size_bytes: int, spec: ArenaSpec) -> torch.Tensor:
         """Map an arena.
 
-        Accidental writes by a receiver stay private to it, and are detected by later updates' checksums.
+        Accidental writes by a receiver stay private to that receiver, and the checksums of later updates detect them.
         """
         inode = os.fstat(fd).st_ino
         mapping = self._mappings.pop(inode, None)
@@ -69,9 +69,10 @@ class FileMemory(ArenaMemory):
 
 
 class _File(SenderMemory):
-    """An arena's file, as written by the sender. The first write to a page, which allocates it, goes through the file:
-    this does not clear the page first, and does not end the process if memory runs out. Later writes are plain copies
-    to a mapping.
+    """An arena's file, as written by the sender.
+
+    The first write to a page, which allocates the page, is a file operation: it does not clear the page first, and does
+    not end the process if memory runs out. Later writes are plain copies to a mapping.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:

@@ -42,7 +42,7 @@ M = TypeVar("M", bound=WireModel)
 
 
 def run_name(run_id: str) -> str:
-    """Return the directory name of a run: its quoted id; if that is too long, a digest replaces the excess."""
+    """Return the directory name of a run: its percent-encoded id; if that is too long, a digest replaces the excess."""
     name = quote(run_id, safe="")
     name = f"%2E{name[1:]}" if name.startswith(".") else name
     if len(name) <= _LONGEST_NAME:
@@ -58,7 +58,7 @@ def session_name(ref: UpdateRef) -> str:
 class Attempt:
     """One blocking call, with its description and deadline, and whether its group has been abandoned.
 
-    ``reason`` is the text of the error if the call does not finish in time.
+    The error for a call that does not finish in time contains ``reason``.
     """
 
     def __init__(self, what: str, timeout_s: float, abandoned: Future[str]) -> None:
