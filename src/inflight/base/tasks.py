@@ -80,7 +80,7 @@ async def finish_all(*calls: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def any_of(*calls: Awaitable[T]) -> tuple[int, T]:
-    """Return the index and the result of the first call that ends. The others have been cancelled and have ended."""
+    """Return the index and result of the first call that ends. The others have been cancelled, and have ended too."""
     tasks = [start(call) for call in calls]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -30,8 +30,8 @@ from inflight.http.tls import Handshake
 
 BACKLOG = 128
 HOSTS_VARIABLE = "INFLIGHT_ALLOWED_HOSTS"
-"""Environment variable with additional names, separated by commas, by which clients reach a server that listens on
-loopback.
+"""Environment variable with additional host names, separated by commas, under which clients reach a server that listens
+on loopback.
 """
 _HEAD_S = 10.0
 """How long, in seconds, a request's head may take to arrive after the connection is made or its first byte arrives."""

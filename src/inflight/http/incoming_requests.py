@@ -58,7 +58,7 @@ async def content_of(request: Request, max_body_bytes: int, *, is_trusted: bool 
 def refuse_length(request: Request, max_body_bytes: int) -> None:
     """Refuse a body whose content-length is too high.
 
-    Without that header, the bytes are counted while they are read.
+    Without that header, `content_of` counts the bytes while it reads them.
     """
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:20]) > max_body_bytes:

@@ -1,6 +1,6 @@
 """The contract's HTTP server: serves any `InferenceEndpoint` as a Starlette application.
 
-Control routes require a bearer token, which is checked before the body is read. Each route limits the size of its body,
+Control routes require a bearer token, which is checked before the body is read. Each route limits the size of the body,
 and responds to errors with an `ErrorBody`. When a client disconnects, its request ends.
 """
 

@@ -107,7 +107,7 @@ class ServerSpec:
     )
 
     def to_argv(self) -> list[str]:
-        """Return the arguments of ``inflight serve`` that start this server, without those that have default values."""
+        """Return the arguments of ``inflight serve`` that start this server; default values are omitted."""
         model = str(self.options.model)
         words = [f"./{model}" if model.startswith("-") else model]
         for it in _options():

@@ -162,7 +162,7 @@ class _Server(uvicorn.Server):
 
 
 class _UntilFailure:
-    """An ASGI application that answers every request with an error once it has failed."""
+    """An ASGI application that answers every request with an error once `fail` has been called."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

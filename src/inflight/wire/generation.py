@@ -194,7 +194,7 @@ class RoutedExperts(WireModel):
     def followed_by(self, later: RoutedExperts) -> RoutedExperts:
         """Return these rows followed by the rows of ``later`` for the tokens that have none here.
 
-        ``later`` covers the same sequence and more tokens of it. Raises ``ValueError`` if the models differ.
+        ``later`` covers more tokens of the same sequence. Raises ``ValueError`` if the models differ.
         """
         ours, theirs = ((it.num_layers, it.num_chosen, it.dtype) for it in (self, later))
         if ours != theirs:

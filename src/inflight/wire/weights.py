@@ -149,8 +149,8 @@ class Manifest(WireModel):
     lora: LoraSpec | None = None
     """Set if the tensors are those of a LoRA, which replaces the previous LoRA; None if they are the model's own."""
     frozen: Items[Annotated[str, Field(max_length=1024)]] = ()
-    """Tensors of the model that are not sent because they equal those of the checkpoint that every server was started
-    from.
+    """Tensors of the model that are not sent because they are the same as in the checkpoint that every server was
+    started from.
     """
 
     @model_validator(mode="after")

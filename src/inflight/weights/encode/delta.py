@@ -33,7 +33,7 @@ from inflight.errors import TransferError
 from inflight.wire import DTYPE_SIZES, TensorSpec, UpdateRef, WeightUpdate
 
 DEFAULT_MAX_SHARE = 0.25
-"""Maximum share of a bucket's bytes that may change. Beyond it, the whole bucket is sent."""
+"""Maximum share of a bucket's bytes that may change. If more change, the whole bucket is sent."""
 
 _MAGIC = b"IFDL"
 _EDITION = 1
@@ -238,7 +238,7 @@ def _decode_run(data: Bytes, offset: int, plan: _RunPlan) -> RunChanges:
 
 
 def _changed_blocks(new: Elements, base: Elements) -> Iterator[tuple[NDArray[np.int64], Elements]]:
-    """Yield, block by block, which elements differ and their new values."""
+    """Yield, block by block, the indices of the elements that differ, and their new values."""
     step = _BLOCK_BYTES // new.itemsize
     differs = np.empty(step, np.bool_)
     for start in range(0, new.size, step):

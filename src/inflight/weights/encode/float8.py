@@ -3,7 +3,7 @@
 A scale is the smallest power of two s with a <= 448 s, where a is the largest magnitude in its block and 448 is the
 largest number in float8_e4m3fn. The scale is 1 for a block of zeros, and never below 2**-124. Multiplication by a power
 of two is exact, so the only rounding is the conversion to float8 (to nearest, ties to even). A decoded tensor that is
-encoded again therefore decodes to itself. With s = a / 448, it would not, because neither that quotient nor its
+encoded again therefore decodes to itself. With s = a / 448, this would not hold, because neither that quotient nor its
 products are exact. For an element x:
 
     |decoded - x| <= max(|x| / 16, s / 1024),    s < a / 224 unless s = 2**-124
@@ -44,7 +44,7 @@ def payload_size(shape: Sequence[int]) -> int:
 
 @torch.no_grad()
 def encode_float8(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the payload of a float32, bfloat16 or float16 tensor, uint8 [`payload_size`], on its device.
+    """Return the payload of a float32, bfloat16 or float16 tensor, uint8 [`payload_size`], on the tensor's device.
 
     Raises `NonFiniteError`, naming the tensor, if an element is NaN or infinite.
     """

@@ -50,7 +50,7 @@ def part_of_update(update: WeightUpdate, sender: int) -> WeightUpdate:
 def places_of(manifest: Manifest, bucket: BucketSpec, sender: int) -> bytes:
     """Return where a sender's part belongs, as bytes that both sides compute and that the part's checksum includes.
 
-    If the two sides assign different boxes to a part, it is therefore treated as damaged.
+    If the two sides assign different boxes to a part, the part is therefore treated as damaged.
     """
     return json.dumps([(spec.name, box) for spec, box in boxes_of(manifest, bucket, sender)]).encode()
 

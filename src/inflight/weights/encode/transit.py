@@ -66,7 +66,7 @@ def _stream(device: torch.device) -> Any:
 
 
 class ReusedMemory:
-    """Memory for received tensors. It is reused once nothing refers to the tensors in it.
+    """Memory for received tensors, reused once nothing refers to the tensors in it.
 
     Reuse avoids allocating fresh pages, which takes longer than the copy itself. If ``device`` is a GPU, the memory is
     pinned, so that its contents are copied to the GPU at full speed. Any thread may call the methods: a thread that was

@@ -59,7 +59,7 @@ class Staging:
     ) -> None:
         """Receive, verify and decode one bucket. Blocks.
 
-        If it raises `TransferError`, no part of the bucket is staged.
+        If this raises `TransferError`, no part of the bucket is staged.
         """
         if transfer.parts:
             flat = self._receive_parts(receiver, transfer, bucket)

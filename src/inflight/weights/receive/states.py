@@ -305,7 +305,7 @@ class UpdateStateMachine:
     def abort(self, *, torn: bool = False) -> None:
         """End the open update, if any. The old weights are whole if no byte was applied, and torn otherwise.
 
-        ``torn`` is for an engine that applies bytes as they arrive: it states that some were applied before
+        ``torn`` is for an engine that applies bytes as they arrive: it states that some bytes were applied before
         `begin_apply`.
         """
         if self._open is None:

@@ -81,7 +81,7 @@ class _Member:
     is_taken_over: bool = False
     """Whether another run has published to the member since it held that version."""
     is_on_trial: bool = False
-    """Whether the member joined for the current publish. If it makes the publish fail, it is left out again."""
+    """Whether the member joined for the current publish. If it makes that publish fail, it is left out again."""
     why: str = ""
 
     @property

@@ -88,7 +88,7 @@ def gather_rest(gathered: Iterator[WeightBucket]) -> None:
 
 
 def require_announced(gathered: Iterator[WeightBucket], update: WeightUpdate) -> Iterator[WeightBucket]:
-    """Yield the gathered buckets. Raises `TrainerError` if they differ from those that ``update`` announces."""
+    """Yield the gathered buckets. Raises `TrainerError` if they do not match ``update``."""
     num_gathered = 0
     for bucket in gathered:
         if bucket.index != num_gathered or bucket.index >= len(update.buckets):

@@ -85,7 +85,7 @@ class MergedLora(PartialWeightSource):
 
 
 def _pairs(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, TensorSpec]]:
-    """Return the specs of A and B by the name of their weight, in the order in which the pairs become complete."""
+    """Return the specs of A and B, keyed by the weight that they change, in the order in which pairs are complete."""
     halves: dict[str, dict[str, TensorSpec]] = {}
     pairs = {}
     for spec in specs:

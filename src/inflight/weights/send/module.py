@@ -84,7 +84,7 @@ class ModuleWeights(PartialWeightSource):
         return [name for name in named_tensors(self._module) if name not in sent]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield the buckets without communication; only those of rank 0 hold tensors.
+        """Yield the buckets without communication; only rank 0's buckets hold tensors.
 
         Weights that are not cast share the module's memory.
         """
@@ -180,7 +180,7 @@ class LoraWeights(LoraSource):
     config, None means False for ``rslora``. As for `ModuleWeights`, the training loop sets ``version``, and weights are
     cast to ``wire_dtype``.
 
-    Endpoints add the LoRA to the weights of their last update that was not a LoRA, or of their checkpoint. Raises
+    Endpoints add the LoRA to the weights of their last update that was not a LoRA, or else of their checkpoint. Raises
     `ConfigError` if the module has no such layers or ``alpha`` is not known. Raises `UnsupportedError` for ranks or
     scales that differ between layers, for other trainable parameters, and for adapters that are not simply added to a
     weight matrix (DoRA, embeddings).
@@ -233,7 +233,7 @@ class LoraWeights(LoraSource):
         return [tensor_spec(name, tensor, self._wire_dtype) for name, tensor in self._named()]
 
     def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
-        """Yield the buckets without communication; only those of rank 0 hold tensors."""
+        """Yield the buckets without communication; only rank 0's buckets hold tensors."""
         return gather_named(self._named(), self._wire_dtype, buckets, self._packer, is_sender=self.rank == 0)
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:

@@ -62,7 +62,7 @@ class OpenPublish:
         return replace(report, spans=replace(report.spans, gather_s=gathering.total_s))
 
     def end(self, problem: str) -> None:
-        """End the publish on all endpoints, and return once those that can be reached have resumed. Idempotent."""
+        """End the publish on all endpoints, and return once all reachable endpoints have resumed. Idempotent."""
         self._run(self._publish.end, problem)
         with contextlib.suppress(Exception):
             self._running.result()

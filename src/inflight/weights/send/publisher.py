@@ -58,11 +58,11 @@ class WeightPublisher:
     `gather_only` for each publish. ``connect_timeout_s`` is the maximum wait for the endpoints' answers, and for a
     weight group to form.
 
-    Entering the context asks each endpoint for its capabilities and forms the weight group. If that fails, it raises
-    `ConfigError`, `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or `TransferError`, and
-    leaves no group or connection open. A publish forms a new group if its endpoints differ from those of the previous
-    publish, or if the previous publish failed. Any thread may call `run` and `start`, even during a publish; publish
-    from one thread at a time.
+    Entering the context asks each endpoint for its capabilities and forms the weight group. If that fails, entering
+    raises `ConfigError`, `UnsupportedError`, `UnreachableError`, `UnauthorizedError`, `DeadlineError` or
+    `TransferError`, and leaves no group or connection open. A publish forms a new group if its endpoints differ from
+    those of the previous publish, or if the previous publish failed. Any thread may call `run` and `start`, even during
+    a publish; publish from one thread at a time.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Publishing by all ranks of a trainer: rank 0 decides, and each rank sends the parts of the weights that it holds.
 
-Rank 0 sends orders through `ShardedWeightSource.exchange`, and the others answer an order in the next exchange, so that
-they encode the next bucket while rank 0 announces the current one. If servers read a part independently, it is stored
-before the rank answers; if all servers receive it collectively, it is sent afterwards.
+Rank 0 sends orders through `ShardedWeightSource.exchange`, and the other ranks answer an order in the next exchange, so
+that they encode the next bucket while rank 0 announces the current one. If servers read a part independently, it is
+stored before the rank answers; if all servers receive it collectively, it is sent afterwards.
 """
 
 from __future__ import annotations

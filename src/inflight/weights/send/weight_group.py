@@ -56,9 +56,9 @@ class WeightGroup:
     ) -> dict[str, InflightError]:
         """Form the group of these endpoints, unless it is the current one. Return why some of them could not join.
 
-        An endpoint may be missing only if the transport is not collective and ``num_needed`` others have joined.
-        Otherwise, its error or `TransferError` is raised within about ``timeout_s`` seconds; no group then remains, and
-        servers that are waiting for the group are notified.
+        An endpoint may be missing only if the transport is not collective and ``num_needed`` endpoints have joined.
+        Otherwise, the endpoint's error or `TransferError` is raised within about ``timeout_s`` seconds; no group then
+        remains, and servers that are waiting for the group are notified.
         """
         if not endpoints:
             raise ConfigError("no endpoint is left to publish the weights to")

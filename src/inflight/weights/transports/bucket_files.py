@@ -198,8 +198,8 @@ def _lease_time(path: Path) -> float:
 class BucketStore:
     """The writing side of a directory of updates. ``is_durable`` specifies whether files must survive a power loss.
 
-    If they need not survive one, later updates overwrite the files of removed updates, which avoids allocating memory.
-    A reader of a removed update then finds bytes that do not match the update's checksums.
+    If they need not survive it, later updates overwrite the files of removed updates, which avoids allocating memory. A
+    reader of a removed update then finds bytes that do not match the update's checksums.
 
     An update is complete, and `LATEST` refers to it, as soon as its last bucket is stored. It does not matter to
     followers of the directory whether endpoints applied the update. The store keeps the newest complete update (the

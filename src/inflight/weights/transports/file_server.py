@@ -25,7 +25,7 @@ from inflight.weights.transports.store import regular_file
 
 _RUN = re.compile(r"[A-Za-z0-9_~%-][A-Za-z0-9_.~%-]{0,254}")
 _BACKLOG = 1024
-"""How many servers may connect at once."""
+"""How many connections may wait to be accepted, because many servers connect at the same time."""
 _FILE = re.compile(rf"[0-9]{{5,9}}\.safetensors|{re.escape(MANIFEST)}|{LEASE_NAME.pattern}")
 _START_S = 10.0
 _STOP_S = 5.0

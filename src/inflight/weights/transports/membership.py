@@ -190,9 +190,9 @@ class AnnouncedRanks:
 
     This class is needed because the engine's waits have no deadline and cannot be interrupted.
 
-    It announces ``spec.rank`` and the ranks after it on the engine's behalf. Once `meet` returns, every other rank has
-    arrived and is joining; once `await_send` returns, the sender is sending. Calling `abandon` from another thread
-    makes both methods raise `TransferError` early.
+    The object announces ``spec.rank`` and the engine's other ranks on the engine's behalf. Once `meet` returns, every
+    other rank has arrived and is joining; once `await_send` returns, the sender is sending. Calling `abandon` from
+    another thread makes both methods raise `TransferError` early.
     """
 
     def __init__(self, spec: ProcessGroupSpec, num_ranks: int) -> None:
