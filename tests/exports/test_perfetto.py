@@ -244,7 +244,7 @@ def test_a_long_run_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_directory_without_a_run_and_a_file_that_cannot_be_written_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ConfigError, match="contains no events of a run: pass a run directory"):
+    with pytest.raises(ConfigError, match="contains no run events: pass a run directory"):
         write_perfetto(tmp_path, tmp_path / "out.json")
     writer = files.EventWriter(tmp_path)
     writer.write(events.RunningGroups(start_s=1.0, end_s=1.0, num_groups=1))

@@ -41,10 +41,11 @@ def chunked_logprobs(
     Targets [N, K] are K tokens of each distribution, possibly repeated; the result is then [N, K].
 
     The computation is in float32, or in float64 if the hidden states are float64, with or without autocast. On NVIDIA
-    GPUs, bfloat16 inputs are multiplied without a cast and summed in float32, with the same accuracy. Logits of at most
-    ``chunk_size`` targets and ``vocab_chunk_size`` tokens are in memory at a time; the backward pass recomputes them
-    only for targets with a nonzero gradient. Hidden states, weight and bias receive gradients, which are accumulated in
-    the dtype of the computation and rounded once. With ``kept``, the softmax is over those tokens only.
+    GPUs, bfloat16 inputs are multiplied without a cast and summed in float32; `inflight.losses.products` states the
+    accuracy. Logits of at most ``chunk_size`` targets and ``vocab_chunk_size`` tokens are in memory at a time; the
+    backward pass recomputes them only for targets with a nonzero gradient. Hidden states, weight and bias receive
+    gradients, which are accumulated in the dtype of the computation and rounded once. With ``kept``, the softmax is
+    over those tokens only.
 
     Raises `InvalidRequestError` if shapes, dtypes or devices do not match, a target is outside the vocabulary or the
     ``kept`` tokens, a temperature is not above 0 and finite, or a chunk is smaller than 1. A second derivative raises

@@ -44,7 +44,7 @@ class Incarnations:
 
     def __init__(self, directory: Path) -> None:
         if not event_files(directory):
-            raise ConfigError(f"{str(directory)!r} contains no events of a run: pass a run directory")
+            raise ConfigError(f"{str(directory)!r} contains no run events: pass a run directory")
         self._directory = directory
         self._incarnations: list[ProcessIncarnation] = []
 
