@@ -35,7 +35,7 @@ def write_report(directories: Sequence[Path], output: Path) -> None:
     runs = []
     for directory in directories:
         if not any((directory / name).exists() for name in (EVENTS, STEPS)):
-            raise ConfigError(f"{str(directory)!r} contains no run events: pass a run directory (the run.directory setting of a run)")
+            raise ConfigError(f"{str(directory)!r} contains no run events: pass a run directory")
         run = RunModel(directory)
         with contextlib.closing(EventFollower(directory)) as follower:
             run.fold(follower.read())
