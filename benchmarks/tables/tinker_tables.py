@@ -1,4 +1,5 @@
-"""Tables of docs/tinker.md and docs/evidence-tinker.md: the methods of the SDK, and the rewards of programs."""
+"""Tables of docs/tinker.md and docs/evidence-tinker.md: the methods of the SDK, the rewards of programs, and what the
+API costs."""
 
 from __future__ import annotations
 
@@ -74,8 +75,25 @@ def programs_table() -> str:
     return "\n".join(lines)
 
 
+def overhead_table() -> str:
+    """Return one row for each model, with the median round and the range of the rounds' ratios."""
+    lines = [
+        "| parameters | direct calls, seconds per step | SDK, seconds per step | ratio, median (range) of rounds |",
+        "|---|---|---|---|",
+    ]
+    for row in kept("tinker_overhead")["rows"]:
+        direct, sdk = (statistics.median(it[name] for it in row["rounds"]) for name in ("direct_s", "sdk_s"))
+        middle, low, high = row["ratio"]
+        lines.append(
+            f"| {row['num_parameters']:,} | {direct:.2f} | {sdk:.2f} "
+            f"| {middle:.2f} ({low:.2f} to {high:.2f}), {len(row['rounds'])} rounds |"
+        )
+    return "\n".join(lines)
+
+
 TINKER_TABLES = {
     "tinker_refused": refused_methods,
     "tinker_methods": methods_table,
     "tinker_programs": programs_table,
+    "tinker_overhead": overhead_table,
 }
