@@ -226,6 +226,7 @@ def _all_kinds(root: type[InflightError]) -> list[type[InflightError]]:
 
 
 def transfer_error(cause: BaseException, what: str) -> TransferError:
-    """Return the `TransferError` for a lower-level error."""
+    """Return the `TransferError` for a lower-level error, without the general advice that gloo adds."""
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    text = text.partition(" This is typically caused by ")[0]
     return TransferError(f"{what} failed: {text}")

@@ -52,7 +52,7 @@ def test_the_endpoint_of_the_docs(endpoint, check):
             "one sequence",
             "is supported",
             "the kit cannot make an update fail",
-            "no endpoint with a model that accepts images",
+            "serves no model that accepts images",
         )
         assert any(reason in verdict.message for reason in reasons), verdict.message
 
@@ -62,7 +62,7 @@ def test_why_images_are_not_checked_is_one_short_sentence(endpoint, id):
     (check,) = [check for check in endpoint_checks() if check.id == id]
     verdict = endpoint.run(check)
     assert verdict.outcome is CheckOutcome.SKIPPED
-    assert verdict.message == "no endpoint with a model that accepts images could be opened"
+    assert verdict.message == "this kind of endpoint serves no model that accepts images"
 
 
 def test_what_the_server_cannot_do_is_said(endpoint):

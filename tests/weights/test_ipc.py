@@ -319,7 +319,7 @@ def test_what_is_not_the_senders_is_refused_at_once(sender: ArenaSender, what: s
 
 def test_memory_of_a_device_that_is_not_visible_is_refused_with_the_reason(tmp_path: Path) -> None:
     spec = IpcSpec(run_id="run", transport="ipc", directory=str(tmp_path), place="GPU-0b1c", timeout_s=1.0)
-    with pytest.raises(TransferError, match="memory of GPU-0b1c cannot be mapped here, or use another transport"):
+    with pytest.raises(TransferError, match="GPU-0b1c cannot be mapped here; otherwise, use another transport"):
         ArenaReceiver(spec, IpcMemory(HostMemory())).join()
 
 

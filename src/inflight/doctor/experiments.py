@@ -162,7 +162,7 @@ async def _lost_tensors(
     async def is_lost(names: Collection[str]) -> bool:
         nonlocal num_publishes
         num_publishes += 1
-        report(f"an update of {len(names)} tensors")
+        report(f"an update that changes {len(names)} of {len(weights.tensors)} tensors")
         tensors = {name: (other if name in names else weights).tensors[name] for name in weights.tensors}
         return limits.exceeded_by(await _figures(pair, ReferenceWeights(f"part-{num_publishes}", tensors)))
 

@@ -64,7 +64,7 @@ class _Seeing:
 
 
 _NONE: dict[Path, str] = {}
-"""Why no endpoint that accepts images could be opened, by the directory of the kit's run."""
+"""Why no endpoint serves the kit's image model, by the directory of the kit's run."""
 
 
 async def _open_seeing(subject: EndpointSubject) -> _Seeing:
@@ -83,7 +83,7 @@ async def _open_seeing(subject: EndpointSubject) -> _Seeing:
     except Exception as error:  # packages may be missing, and a factory may raise anything for this model
         if subject.capabilities.images and not isinstance(error, ConfigError | UnsupportedError):
             raise
-        reason = "no endpoint with a model that accepts images could be opened"
+        reason = "this kind of endpoint serves no model that accepts images"
         if reference is None or subject.capabilities.images:  # otherwise the error only repeats that images are missing
             reason += f": {shorten(str(error), 120)}"
         if not subject.capabilities.images:

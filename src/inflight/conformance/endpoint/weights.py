@@ -111,7 +111,7 @@ async def _require_refused(
 @check("U-08", "updates", look_at=f"{_LOAD}; the head and the norms are forgotten most often")
 async def every_tensor(subject: EndpointSubject) -> None:
     """Every tensor of an update is loaded: logprobs are those of transformers under the new weights."""
-    other = subject.reference.perturbed("B, of which every tensor differs")
+    other = subject.reference.perturbed("B (every tensor differs from the checkpoint)")
     await _require_would_show(subject, other)
     for weights, when in ((other, "after the update"), (subject.reference.weights, "after the update back")):
         await subject.publisher.publish(weights)

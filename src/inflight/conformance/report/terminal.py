@@ -44,7 +44,7 @@ def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Ve
     """
     num_done = 0
     last_level = ""
-    last_line = time.monotonic()
+    last_line = last_verdict = time.monotonic()
     ended = threading.Event()
 
     def running() -> Text:
@@ -62,7 +62,7 @@ def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Ve
         while not ended.wait(1.0):
             if time.monotonic() - last_line > _LINE_EVERY_S and num_done < len(checks):
                 last_line = time.monotonic()
-                console.print(Text(f"  running {running()}"))
+                console.print(Text(f"  running for {last_line - last_verdict:.0f} s: {running()}"))
 
     with contextlib.ExitStack() as stack:
         status = stack.enter_context(console.status(running())) if console.is_terminal else None
@@ -71,8 +71,8 @@ def progress(console: Console, checks: Sequence[Check]) -> Iterator[Callable[[Ve
             stack.callback(ended.set)
 
         def on_verdict(verdict: Verdict) -> None:
-            nonlocal num_done, last_level, last_line
-            last_line = time.monotonic()
+            nonlocal num_done, last_level, last_line, last_verdict
+            last_line = last_verdict = time.monotonic()
             if verdict.level != last_level:
                 console.print(Text(printable(verdict.level), style="bold"))
                 last_level = verdict.level

@@ -315,7 +315,7 @@ class ArenaReceiver(StoredReceiver):
                     f"{self._directory} does not exist; the endpoint and the trainer must run on one host and share "
                     "one /dev/shm"
                 )
-        raise TransferError(f"joining the weight group failed: {reason}, or use another transport")
+        raise TransferError(f"joining the weight group failed: {reason}; otherwise, use another transport")
 
     def begin(self, ref: UpdateRef) -> None:
         super().begin(ref)
