@@ -91,7 +91,7 @@ def test_the_engine_with_a_thread_of_the_docs(threaded, check):
             "speaks HTTP",
             "kit started",
             "is supported",
-            "no endpoint with a model that accepts",
+            "serves no model that accepts images",
         )
         assert any(reason in verdict.message for reason in reasons), verdict.message
 
