@@ -1,4 +1,4 @@
-"""What a run says while it continues, where its output is no terminal."""
+"""What a run prints while it continues."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_what_is_waited_for_is_said_after_a_silence_and_with_its_length(
     assert capsys.readouterr().out == "inflight: a server was started again\n"
 
 
-def test_a_line_is_never_broken_off_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_is_never_broken(capsys: pytest.CaptureFixture[str]) -> None:
     Progress(6).note("one line, " * 30 + "however long")
     assert capsys.readouterr().out == "inflight: " + "one line, " * 30 + "however long\n"
 

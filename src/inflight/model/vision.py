@@ -21,9 +21,7 @@ def embedded(
     embeddings_TH: torch.Tensor = causal_lm.get_input_embeddings()(token_ids_T)
     features_MH = image_features(causal_lm, tensors, embeddings_TH)
     if len(features_MH) != len(rows_M):
-        raise ValueError(
-            f"the vision tower computed {len(features_MH)} image features for {len(rows_M)} placeholders"
-        )
+        raise ValueError(f"the vision tower computed {len(features_MH)} image features for {len(rows_M)} placeholders")
     return embeddings_TH.index_copy(0, rows_M, features_MH)
 
 

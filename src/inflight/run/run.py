@@ -260,7 +260,6 @@ class _Run:
             may_restart = may_restart and not (is_first and self.journal.version == self.first_version)
             if may_restart and isinstance(error, WorkerDiedError) and not self.interrupt.is_set():
                 self.progress.note(f"{text_of(error)}\nall trainer ranks restart from the last checkpoint")
-                self.progress.close()
                 await finish_all(self.trainers.stop(), self.servers.disconnect(), *self._closing())
                 self.journal.close()
                 if self.recording is not None:
@@ -334,7 +333,6 @@ class _Run:
 
     async def _stop(self) -> None:
         self.notes.doing = "stopping servers and trainers"
-        self.progress.close()
         if self.memory is not None:
             await self.trainers.stop()
             await self.memory.end()

@@ -1,4 +1,4 @@
-"""The console output of a run: a live table on a terminal, occasional lines elsewhere."""
+"""The console output of a run: a line every few seconds, on a terminal as elsewhere."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 from inflight.base.printable import printable
 
@@ -49,19 +47,18 @@ class _Console(Console):
 
 
 class Progress:
-    """Shows rows as they arrive. Call `close` before printing anything else."""
+    """Prints rows as they arrive."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._console = _Console()
-        self._live: Live | None = None
         self._first: Mapping[str, Any] | None = None
         """The first row since this process started, from which the remaining time is estimated."""
         self._last_line = 0.0
         self._last_word = self._last_event = time.monotonic()
 
     def note(self, text: str) -> None:
-        """Print one line above the table."""
+        """Print one line."""
         self._last_event = time.monotonic()
         self._print(text)
 
@@ -78,20 +75,9 @@ class Progress:
     def step(self, row: Mapping[str, Any]) -> None:
         self._first = self._first or row
         self._last_word = self._last_event = time.monotonic()
-        if self._console.is_terminal:
-            if self._live is None:
-                self._live = Live(console=self._console, refresh_per_second=4)
-                self._live.start()
-            self._live.update(self._table(row))
-        elif time.monotonic() - self._last_line > _LINE_EVERY_S or row["version"] == self._num_steps:
+        if time.monotonic() - self._last_line > _LINE_EVERY_S or row["version"] == self._num_steps:
             self._last_line = time.monotonic()
             self.note("  ".join(f"{name} {value}" for name, value in self._facts(row)))
-
-    def close(self) -> None:
-        """Restore the terminal, leaving the last table on it."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     def summary(self, summary: Mapping[str, Any], directory: Path) -> None:
         """Show the results of the steps, if there are any, and where the files are."""
@@ -117,13 +103,6 @@ class Progress:
         if dropped := summary["ledger"]["dropped"]:
             counts = ", ".join(f"{count:,} {reason}" for reason, count in sorted(dropped.items()))
             self.note(f"dropped groups: {counts}")
-
-    def _table(self, row: Mapping[str, Any]) -> Table:
-        table = Table(show_header=True, header_style="bold")
-        for name, _ in self._facts(row):
-            table.add_column(name, justify="right")
-        table.add_row(*(value for _, value in self._facts(row)))
-        return table
 
     def _facts(self, row: Mapping[str, Any]) -> list[tuple[str, str]]:
         accepted = row["accepted_per_verification"]
