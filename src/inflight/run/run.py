@@ -232,6 +232,8 @@ class _Run:
         first incarnation does not restart before it has trained a step.
         """
         self.interrupt.listen()
+        if self.first_version:
+            self.progress.note(f"continuing from the checkpoint of step {self.first_version}")
         waiting = self.notes.show_what_is_waited_for()
         async with self.proxy, run_in_background(waiting, *self.observers.calls()), self.observers:
             if self.prepared.placement.placed:
@@ -327,6 +329,7 @@ class _Run:
                 await (_pipeline if self.prepared.config.run.mode == "pipeline" else _conventional)(self)
             if self.prepared.config.updates.overlap and self.journal.version > self.first_version:
                 self.delivery.record((await self.trainers.publish(self.servers.members())).published)
+            self.notes.doing = f"saving the checkpoint of step {self.journal.version}"
             await self.saving.finish(self.journal.version)
             if self.recording is not None:
                 await self.recording.finish()
