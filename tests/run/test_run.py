@@ -184,6 +184,7 @@ def test_interrupt_saves_and_resume_goes_on_without_losing_or_repeating_items(
     before = run.summary()["ledger"]
     resumed = start_run("--run.num_steps", str(stopped_at + 2), "--resume")
     assert resumed.wait() == 0, resumed.output()
+    assert f"continuing from the checkpoint of step {stopped_at}" in resumed.output()
     rows = resumed.rows()
     assert [row["version"] for row in rows] == list(range(1, stopped_at + 3))
     assert rows[stopped_at]["num_samples"] > rows[stopped_at - 1]["num_samples"]

@@ -88,9 +88,9 @@ class Progress:
     def _show_results(self, summary: Mapping[str, Any]) -> None:
         first, last = _number(summary["first_reward"], ".3f"), _number(summary["last_reward"], ".3f")
         num_steps = summary["num_steps_per_reward"]
-        window = "step" if num_steps == 1 else f"{num_steps} steps"
+        window = f"{'step' if num_steps == 1 else f'{num_steps} steps'} with rewards"
         self.note(
-            f"mean reward {first} (first {window} with rewards) -> {last} (last {window} with rewards) in {summary['elapsed_s']:.0f} s, "
+            f"mean reward {first} (first {window}) -> {last} (last {window}) in {summary['elapsed_s']:.0f} s, "
             f"{summary['version']} steps, {summary['num_samples']} completions, "
             f"{summary['trained_tokens_per_s']:.0f} trained tokens/s"
         )
