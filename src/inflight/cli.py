@@ -107,7 +107,7 @@ GROUPS = {
         ),
         "import": Command(
             "import_rollouts",
-            "convert the rollouts that another framework stored into a record for replay",
+            "convert another framework's stored rollouts into a record for replay",
             "inflight import slime rollouts/*.pt --to record",
         ),
     },

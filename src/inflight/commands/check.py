@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     worker = kinds.add_parser(
         "worker",
         parents=[_shared_arguments("worker")],
-        help="check a trainer worker, on the ranks of torchrun if it started them",
-        description="Check a trainer worker, on the ranks of torchrun if it started them.",
+        help="check a trainer worker; under torchrun, on all of its ranks",
+        description="Check a trainer worker. Under torchrun, check it on all ranks that torchrun started.",
     )
     worker.add_argument(
         "target", nargs="?", metavar="TARGET", help="module:attribute, or an installed worker such as fsdp"

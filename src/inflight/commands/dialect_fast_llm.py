@@ -21,7 +21,7 @@ REDIS_VARIABLE = "INFLIGHT_REDIS"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the protocol."""
     parser.epilog = (
-        "Samples of the servers reach the trainer through inflight.dialects.fast_llm.samples. The command ends with "
+        "Samples from the servers reach the trainer through inflight.dialects.fast_llm.samples. The command ends with "
         "status 0 when the trainer announces the end of training."
     )
     add_server_arguments(parser, "update")

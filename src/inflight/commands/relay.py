@@ -17,7 +17,8 @@ from inflight.http.tokens import TOKEN_VARIABLE, read_token
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.epilog = (
-        "Servers load versions from a relay as from a trainer: use --follow DIR on this host, --follow URL elsewhere."
+        "Servers load versions from a relay in the same way as from a trainer: start them with 'inflight serve "
+        "--follow DIR' on this host, or '--follow URL' on other hosts."
     )
     parser.add_argument("source", metavar="DIR_OR_URL", help="where the trainer or another relay stores versions")
     parser.add_argument(
