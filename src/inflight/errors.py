@@ -148,7 +148,7 @@ class TransferError(UpdateError):
 
 
 class PublishError(UpdateError):
-    """A publish did not reach every endpoint; ``report`` lists the version that each endpoint serves."""
+    """A publish updated fewer endpoints than required; ``report`` lists the version that each endpoint serves."""
 
     code = "publish_failed"
 

@@ -93,7 +93,7 @@ def test_a_rank_that_does_not_answer_ends_the_publish_at_its_deadline(local: Loc
     with publishing(local, ranks) as publisher:
         sending = ranks.send(SOON_S)
         started = time.monotonic()
-        with pytest.raises(PublishError, match="the publish did not reach every endpoint"):
+        with pytest.raises(PublishError, match=r"the publish updated 0 of \d+ endpoints, but at least"):
             publish_weights(ranks.source, publisher, bucket_bytes=BUCKET_BYTES, deadline_s=1.0)
         assert time.monotonic() - started < SOON_S / 2
         assert ranks.source.link.lost == "rank 1 did not answer in time"

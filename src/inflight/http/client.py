@@ -185,7 +185,7 @@ class HttpEndpoint(StreamingEndpoint, AbortingEndpoint, ReleasingEndpoint, Draft
             return await message_of(route.response, received)
         except ValueError as error:
             raise ProtocolError(
-                f"the answer of {route.method} {route.path} is not a valid {route.response.__name__}: {error}",
+                f"the response to {route.method} {route.path} is not a valid {route.response.__name__}: {error}",
                 self.name,
             ) from error
 

@@ -57,8 +57,8 @@ def _load_certificate(context: ssl.SSLContext, certificate: str, key: str) -> No
     except OSError as error:  # ssl.SSLError too
         reason = error.strerror if error.filename or not isinstance(error, ssl.SSLError) else error.reason or error
         raise ConfigError(
-            f"the TLS certificate {certificate!r} with the key {key!r} cannot be used: {reason}; both are PEM files, "
-            "the key without a passphrase"
+            f"the TLS certificate {certificate!r} with the key {key!r} cannot be used: {reason}; both must be PEM "
+            "files, and the key must have no passphrase"
         ) from error
 
 

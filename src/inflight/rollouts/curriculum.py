@@ -106,8 +106,8 @@ class Curriculum(Task):
         """Continue from a saved state. Raises `CheckpointError` if it has levels that this task lacks."""
         if (highest := max(state["levels"])) >= len(self.levels):
             raise CheckpointError(
-                f"the checkpoint has items of level {highest + 1}, but the task has {len(self.levels)}: do not lower "
-                "task.levels"
+                f"the checkpoint has items of level {highest + 1}, but the highest level of the task is "
+                f"{len(self.levels)}: do not lower task.levels"
             )
         self._first_items, self._stretches = [*state["first_items"]], [*state["levels"]]
         self._next_item, self._rewards = state["next_item"], [*state["rewards"]]

@@ -37,7 +37,7 @@ def _usable_image_url(url: str) -> str:
     if head is None:
         raise ValueError(
             "only data URLs of PNG, JPEG and WebP images in base64 are accepted (data:image/png;base64,...); "
-            f"nothing is fetched from an address or a file. It begins with {url[:32]!r}"
+            f"nothing is fetched from an address or a file. The given URL begins with {url[:32]!r}"
         )
     try:
         base64.b64decode(memoryview(url.encode("ascii"))[head.end() :], validate=True)

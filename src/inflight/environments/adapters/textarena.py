@@ -162,8 +162,8 @@ class TextArena(Environment):
         self._num_players, first = _started(game, self._options, (players,) if players else _NUM_PLAYERS)
         if opponent == "random" and len(listed_moves(first.turn()[1])) < _MIN_MOVES:
             raise TaskError(
-                f"{game} does not list its moves, from which opponent = 'random' would choose: name a function "
-                "instead, as opponent = 'module:function'"
+                f"{game} does not list its moves, so opponent = 'random' cannot choose one: set opponent to a function "
+                "instead, such as opponent = 'module:function'"
             )
 
     @property

@@ -255,8 +255,8 @@ class Answers:
             found = before.transcript, len(before.history) - 1
         if request.is_converted and messages[-1]["role"] == "assistant" and (not found or found[1] < len(messages)):
             raise InvalidRequestError(
-                "the last message is an assistant message that the model did not write: an answer cannot begin with "
-                "a given text"
+                "the last message is an assistant message that the model did not write: prefilling an answer is not "
+                "supported"
             )
         if found is None:
             return history, template.opening(messages, tools, most)

@@ -281,8 +281,8 @@ class TrainerRank:
     def _refuse_unless_images(self) -> None:
         if not (isinstance(self._worker, ImageWorker) and self._worker.takes_images):
             raise UnsupportedError(
-                f"the rollouts have images, but {type(self._worker).__name__} does not support images: train a model "
-                "that accepts images with the trainer 'fsdp'"
+                f"the rollouts have images, but {type(self._worker).__name__} does not support images: use the "
+                "trainer 'fsdp' with a model that accepts images"
             )
 
     def _forward_backward(self, batch: MicroBatch, plan: LossPlan, number: str) -> tuple[LossOutput, torch.Tensor]:

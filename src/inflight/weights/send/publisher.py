@@ -373,8 +373,12 @@ def publish_weights(
             report = opened.send(_until_lost(require_announced(sending.buckets_of(update), update), opened))
             sending.is_applied = all(part.outcome is EndpointOutcome.APPLIED for part in report.endpoints)
     if not report.succeeded:
-        whom = "every endpoint" if quorum is None else f"{quorum} endpoint{'s' if quorum > 1 else ''}"
-        raise PublishError(f"the publish did not reach {whom}: {report.summary()}", report)
+        num_applied = sum(part.outcome is EndpointOutcome.APPLIED for part in report.endpoints)
+        raise PublishError(
+            f"the publish updated {num_applied} of {len(report.endpoints)} endpoints, but at least {num_needed} must "
+            f"be updated: {report.summary()}",
+            report,
+        )
     return report
 
 
