@@ -97,7 +97,7 @@ class Entropy(Piece):
     aggregation: OwnAggregation = None
 
     def __call__(self, targets: Targets) -> PenaltyTerms:
-        """Return the penalty. Raises `InvalidRequestError` without entropies."""
+        """Return the penalty. Raises `InvalidRequestError` if ``targets`` has no entropies."""
         if targets.entropy_N is None:
             raise InvalidRequestError("an entropy bonus needs entropy_T: compute it with chunked_logprobs_and_entropy")
         return PenaltyTerms(-targets.entropy_N, {"entropy": targets.entropy_N.detach()})

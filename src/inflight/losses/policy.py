@@ -155,7 +155,7 @@ class PolicyLoss(Piece):
         returned in the dtype of ``trainer_logprobs_T``. Values at masked positions, even NaN, have no effect on loss or
         gradient. Raises `NonFiniteError` if a behaviour logprob (see ``non_finite``), reference or teacher logprob or
         advantage of a target is not finite, and `InvalidRequestError` if the micro-batch lacks fields that the loss
-        `needs`, shapes, dtypes or devices do not match, or the plan is for another loss.
+        `needs`, if shapes, dtypes or devices do not match, or if the plan is for another loss.
         """
         given = {"trainer_logprobs_T": trainer_logprobs_T, "entropy_T": entropy_T, "student_top_TK": student_top_TK}
         self._check(batch, plan, **given)

@@ -206,7 +206,10 @@ def _experts_of(dtype: str | None) -> dict[str, str]:
 
 
 def _model_of(model: Any, name: str) -> Any:
-    """Return the innermost model that contains the named part, because a vision tower fills its own buffers."""
+    """Return the innermost model that contains the named part and can initialize its buffers.
+
+    For a part of a vision tower, this is the tower.
+    """
     while name:
         name = name.rpartition(".")[0]
         if hasattr(part := model.get_submodule(name), "_init_weights"):

@@ -47,8 +47,8 @@ class Pair:
     ) -> None:
         """For each set of weights, a new worker of the kind ``worker`` is created with ``model_path`` and the options.
 
-        ``prompts`` completions are requested at a time, of ``tokens`` tokens each, or of half the context if that is
-        shorter.
+        Each call of `sample` or `sample_together` requests ``prompts`` completions of ``tokens`` tokens each, or of
+        half the context if that is shorter.
         """
         self.subject = subject
         self._kind = worker

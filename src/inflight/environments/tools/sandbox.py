@@ -218,7 +218,7 @@ def _init(
 
 
 def _enter_root(sources: list[tuple[str, str]], disk: int) -> None:
-    """Make a new root directory, which shows the sources and some devices read-only and an empty scratch directory."""
+    """Enter a new root directory: the sources and some devices, all read-only, and an empty scratch directory."""
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,nr_inodes=1k,mode=755")
     os.mkdir("/tmp/.outside")

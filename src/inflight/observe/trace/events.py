@@ -1,8 +1,9 @@
 """The events of a run: one line of JSON each, distinguished by ``kind``.
 
-Times are seconds since the run began, without the time between its processes; `RunStarted` records the wall-clock time.
-An event has a start and an end, which are equal if it has no duration. Versions count optimizer steps. Readers ignore
-unknown fields; `SCHEMA_VERSION` increases when a field changes its meaning or disappears.
+Times are seconds since the run began, excluding the time between one process of the run and the next; `RunStarted`
+records the wall-clock time. An event has a start and an end, which are equal if it has no duration. Versions count
+optimizer steps. Readers ignore unknown fields; `SCHEMA_VERSION` increases when a field changes its meaning or
+disappears.
 """
 
 from __future__ import annotations

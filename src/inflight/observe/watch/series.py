@@ -39,7 +39,7 @@ class StepTable:
         return list(self._columns)
 
     def add(self, versions: Sequence[int], columns: Mapping[str, Sequence[Any]]) -> None:
-        """Add the numbers of steps in the order of their versions; values that are not numbers are left out."""
+        """Add the values that steps report, in the order of the steps' versions. Leave out what is not a number."""
         self._add_columns(columns)
         self._make_room(versions[-1])
         self.last = versions[-1]

@@ -39,7 +39,7 @@ class ServerStates:
     def working(self, name: str, time_s: float) -> dict[str, Any]:
         """Return the facts of a working server.
 
-        If it had left because a process of the run ended, it is marked as back.
+        If it was recorded as having left because a process of the run ended, it is marked as healthy again.
         """
         server = self.at(name)
         if server["state"] == "left":
@@ -57,7 +57,7 @@ class ServerStates:
     def leave_all(self, time_s: float) -> None:
         """Record that the process of the run has ended.
 
-        Servers that the next process finds will be marked as back.
+        Servers that the next process finds will be marked as healthy again.
         """
         for name in self._servers:
             self.change(name, time_s, "left")
