@@ -118,7 +118,12 @@ class JudgedEndpoint(Subject):
             raise
 
     def _diagnosed(self) -> str:
-        """Return what experiments show about wrong logprobs, as the end of a message. The experiments run once."""
+        """Return what experiments show about wrong logprobs, as the end of a message.
+
+        The experiments run once, and only the first message states their result in full.
+        """
+        if self._diagnosis:
+            return ". Experiments: as after the first such failure"
         if self._diagnosis is None:
             self._diagnosis = ""
             with contextlib.suppress(Exception):  # the endpoint is faulty
