@@ -185,3 +185,13 @@ def test_the_share_of_pauses_is_missing_until_a_server_reports_one(tmp_path: Pat
     shown = journal.step(Counter({0: 2}), 2, {}, [0], SlotSeconds(), DraftCounts())
     journal.close()
     assert (without["paused_share"], shown["paused_share"]) == (None, 0.0)
+
+
+def test_the_share_of_pauses_counts_servers_that_were_replaced_and_earlier_processes(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, None)
+    journal.paused({"http://127.0.0.1:8000": 1.0, "http://127.0.0.1:8001": 3.0})
+    journal.close()
+    resumed = Journal(tmp_path, json.loads(json.dumps(journal.state())), 0)
+    resumed.paused({"http://127.0.0.1:8002": 0.5})
+    resumed.close()
+    assert resumed.state()["paused_s"] == 2.5

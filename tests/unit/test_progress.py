@@ -60,6 +60,28 @@ def test_a_step_without_finished_groups_shows_no_reward(capsys: pytest.CaptureFi
     assert "reward -" in second
 
 
+def test_a_line_shows_the_mean_of_the_steps_since_the_last_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {
+        **{"lag_mean": 1.0, "lag_max": 2, "paused_share": 0.01, "time_s": 3.0, "accepted_per_verification": None},
+        **{"completion_tokens_per_s": 10.0, "trained_tokens_per_s": 9.0},
+    }
+    now = 100.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    shown = Progress(9)
+    for version, (reward, length) in enumerate(((0.5, 10.0), (0.25, 20.0), (0.75, 40.0), (None, None)), 1):
+        shown.step(row | {"version": version, "reward": reward, "completion_length": length})
+        now += 2.0
+    now += 9.0
+    shown.step(row | {"version": 5, "reward": None, "completion_length": None})
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert "reward 0.500" in first
+    assert "step 4/9  reward 0.500" in second
+    assert "length 30" in second
+    assert "reward -" in third
+
+
 @pytest.mark.parametrize(
     ("paused_share", "shown"), [(0.0011, "paused 0.11 %"), (0.0, "paused 0.00 %"), (None, "paused -")]
 )

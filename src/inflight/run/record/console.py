@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import statistics
 import sys
 import time
 from collections.abc import Mapping
@@ -55,6 +56,8 @@ class Progress:
         self._first: Mapping[str, Any] | None = None
         """The first row since this process started, from which the remaining time is estimated."""
         self._last_line = 0.0
+        self._unseen: dict[str, list[float]] = {"reward": [], "completion_length": []}
+        """The values of the steps since the last line."""
         self._last_word = self._last_event = time.monotonic()
 
     def note(self, text: str) -> None:
@@ -75,9 +78,14 @@ class Progress:
     def step(self, row: Mapping[str, Any]) -> None:
         self._first = self._first or row
         self._last_word = self._last_event = time.monotonic()
+        for name, values in self._unseen.items():
+            values += [] if row[name] is None else [row[name]]
         if time.monotonic() - self._last_line > _LINE_EVERY_S or row["version"] == self._num_steps:
             self._last_line = time.monotonic()
-            self.note("  ".join(f"{name} {value}" for name, value in self._facts(row)))
+            means = {name: statistics.fmean(values) if values else None for name, values in self._unseen.items()}
+            self.note("  ".join(f"{name} {value}" for name, value in self._facts({**row, **means})))
+            for values in self._unseen.values():
+                values.clear()
 
     def summary(self, summary: Mapping[str, Any], directory: Path) -> None:
         """Show the results of the steps, if there are any, and where the files are."""

@@ -39,8 +39,8 @@ class _Counts(BaseModel):
     num_samples: int = 0
     num_trained_tokens: int = 0
     num_completion_tokens: int = 0
-    paused_s: dict[str, float] = {}
-    """Seconds paused, by endpoint; endpoints that report no timings are missing."""
+    paused_s: float | None = None
+    """Seconds paused, the sum over publishes of the mean over endpoints; None if no endpoint has reported timings."""
     lags: Counter[int] = Counter()
     """Number of trained tokens by lag."""
     ages: Counter[int] = Counter()
@@ -169,21 +169,19 @@ class Journal:
         self.event(events.CheckpointSaved, version=version)
 
     def paused(self, seconds: Mapping[str, float]) -> None:
-        for name, paused_s in seconds.items():
-            self._counts.paused_s[name] = self._counts.paused_s.get(name, 0.0) + paused_s
+        """Count how long one publish paused each endpoint that reports timings."""
+        if seconds:
+            self._counts.paused_s = (self._counts.paused_s or 0.0) + statistics.fmean(seconds.values())
 
     def _totals(self) -> dict[str, Any]:
-        """Return the totals so far.
-
-        The paused share is the mean over the endpoints that report timings, or None if none has reported any.
-        """
+        """Return the totals so far."""
         counts, elapsed_s = self._counts, max(1e-9, self.elapsed_s())
         return {
             "num_samples": counts.num_samples,
             "num_trained_tokens": counts.num_trained_tokens,
             "trained_tokens_per_s": counts.num_trained_tokens / elapsed_s,
             "completion_tokens_per_s": counts.num_completion_tokens / elapsed_s,
-            "paused_share": statistics.fmean(counts.paused_s.values()) / elapsed_s if counts.paused_s else None,
+            "paused_share": None if counts.paused_s is None else counts.paused_s / elapsed_s,
         }
 
     def step(

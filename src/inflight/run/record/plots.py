@@ -94,8 +94,19 @@ def _draw_lengths(rows: Sequence[dict[str, Any]], counts: dict[str, int]) -> Any
 
 
 def _draw_timeline(directory: Path) -> Any:
-    """Draw a few seconds from the middle of the run: the number of running groups and the trainer's activity."""
-    ends = [event["end_s"] for event in read_events(directory, ["train"])]
+    """Draw a few seconds from the middle of the run: the number of running groups and the trainer's activity.
+
+    If updates met running groups, the middle one of these updates is in the middle of the plot.
+    """
+    num_running, met, steps = 0, [], []
+    for event in read_events(directory, ["running_groups", "publish", "train"]):
+        if event["kind"] == "running_groups":
+            num_running = event["num_groups"]
+        elif event["kind"] == "train":
+            steps.append(event["end_s"])
+        elif num_running:
+            met.append(event["end_s"])
+    ends = met or steps
     middle = ends[len(ends) // 2] if ends else 0.0
     low, high = middle - _TIMELINE_S / 2, middle + _TIMELINE_S / 2
     events = _events_between(directory, low, high)

@@ -132,6 +132,8 @@ class Evaluation:
             for it in items
         ]
         self._write()
+        mean = _mean(self._answers[served])
+        self.note(f"evaluated version {served}: mean reward {mean:.3f} over {len(items)} items of the task")
 
     def summary(self) -> dict[str, Any]:
         """Return the mean reward of each evaluated version, for ``summary.json``."""
