@@ -304,5 +304,5 @@ def test_a_report_holds_everything_and_no_text_can_leave_its_place(tmp_path: Pat
 
 
 def test_a_report_of_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="contains no events"):
+    with pytest.raises(ConfigError, match="contains no run events"):
         write_report([tmp_path], tmp_path / "report.html")
