@@ -347,6 +347,7 @@ $(SYSTEM): $(STAMP)
 
 # The images of docs/watch.md, from a run and from one whose server is killed; takes minutes.
 screenshots: $(STAMP) $(SYSTEM)
+	@test -d models/tiny || $(BIN)/inflight tiny-model models/tiny
 	$(BIN)/python -m tests.watch.screenshots
 
 $(STAMP_VLLM): engines/install engines/torchvision_on_cpu.py
