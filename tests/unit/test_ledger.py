@@ -173,3 +173,15 @@ def test_saved_state_that_does_not_add_up_is_refused(change):
 def test_saved_state_with_a_key_missing_is_refused():
     with pytest.raises(CheckpointError, match="KeyError"):
         Ledger.from_json({})
+
+
+def test_items_that_wait_to_be_issued_again_after_a_restart_are_unsettled_but_not_outstanding() -> None:
+    ledger = Ledger()
+    items = [ledger.next_item() for _ in range(3)]
+    ledger.finish(items[0])
+    ledger.train(items[0])
+    assert (ledger.outstanding, ledger.num_unsettled) == (2, 2)
+    restarted = Ledger.from_json(ledger.to_json())
+    assert (restarted.outstanding, restarted.num_unsettled) == (0, 2)
+    restarted.next_item()
+    assert (restarted.outstanding, restarted.num_unsettled) == (1, 2)

@@ -46,6 +46,11 @@ class Ledger:
         """Number of items that are issued, or finished but not yet trained on."""
         return len(self._unsettled) - len(self._waiting)
 
+    @property
+    def num_unsettled(self) -> int:
+        """Number of items that are outstanding, or wait to be issued again."""
+        return len(self._unsettled)
+
     def next_item(self) -> int:
         """Issue an item: the lowest waiting one, or else a new one."""
         if self._waiting:

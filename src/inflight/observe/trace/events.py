@@ -89,7 +89,10 @@ class RunningGroups(Event):
 
 
 class GroupFinished(Event):
-    """A group is complete and has its rewards. Lists have one entry per rollout; an episode may produce several."""
+    """A group is complete and has its rewards. Lists have one entry per rollout; an episode may produce several.
+
+    A resumed run writes the event again for groups that finished before the checkpoint and wait for a step.
+    """
 
     kind: Literal["group"] = "group"
     endpoint: str

@@ -52,6 +52,9 @@ class _Counts(BaseModel):
     lengths: Counter[int] = Counter()
     rewards: list[float] = []
     """Mean reward of each step."""
+    rewards_since: list[float] = []
+    lengths_since: list[int] = []
+    """Lengths of the completions that finished since the last step; ``rewards_since`` has their rewards."""
 
 
 def open_journal(
@@ -99,9 +102,6 @@ class Journal:
         """The last trained version."""
         self._counts = _Counts.model_validate(state or {})
         self._started = unix_time() - self._counts.elapsed_s
-        self._rewards_since: list[float] = []
-        self._lengths_since: list[int] = []
-        """Lengths of the completions that finished since the last step; ``_rewards_since`` has their rewards."""
         self._num_running = -1
         self._listeners = listeners
         self._begin_file()
@@ -118,8 +118,8 @@ class Journal:
         counts = self._counts
         counts.num_samples += len(group.rollouts)
         for rollout in group.rollouts:
-            self._rewards_since.append(rollout.reward)
-            self._lengths_since.append(rollout.num_sampled_tokens)
+            counts.rewards_since.append(rollout.reward)
+            counts.lengths_since.append(rollout.num_sampled_tokens)
             counts.versions[len({span.version for span in rollout.version_spans})] += 1
             counts.lengths[rollout.num_sampled_tokens] += 1
             counts.num_completion_tokens += rollout.num_sampled_tokens
@@ -198,8 +198,8 @@ class Journal:
         Rewards, ``slots`` and ``drafted`` cover the time since the previous row. ``lags`` counts trained tokens by
         lag; ``ages`` has the lag of the first token of each trained completion.
         """
-        rewards, lengths = self._rewards_since, self._lengths_since
-        self._rewards_since, self._lengths_since = [], []
+        rewards, lengths = self._counts.rewards_since, self._counts.lengths_since
+        self._counts.rewards_since, self._counts.lengths_since = [], []
         self._counts.lags.update(lags)
         self._counts.ages.update(ages)
         self._counts.slots.add(slots)

@@ -130,5 +130,5 @@ class Notes:
             "trained": ledger.num_trained,
             "dropped": dict(ledger.num_dropped),
             "requeued": ledger.num_requeued,
-            "outstanding": ledger.outstanding,
+            "outstanding": ledger.num_unsettled,
         }

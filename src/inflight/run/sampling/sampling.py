@@ -257,15 +257,19 @@ class Sampling:
             rewards=tuple(rollout.reward for rollout in group.rollouts),
             lengths=tuple(rollout.num_sampled_tokens for rollout in group.rollouts),
         )
-        self._journal.group_finished(group)
-        if self.curriculum is not None and finished.is_new:
+        if finished.is_new:
+            self._journal.group_finished(group)
+            self.num_rewritten += finished.num_rewritten
+            self._count_in_curriculum(group)
+        self.draft_source.finished(group)
+        if finished.is_waiting:
+            self.warnings.group_kept()
+
+    def _count_in_curriculum(self, group: Group) -> None:
+        if self.curriculum is not None:
             rewards = [rollout.reward for rollout in group.rollouts]
             if (change := self.curriculum.record_group(group.item_index, rewards)) is not None:
                 self.warnings.note(change)
-        self.draft_source.finished(group)
-        self.num_rewritten += finished.num_rewritten
-        if finished.is_waiting:
-            self.warnings.group_kept()
 
     def _record_request(self, ended: EndedRequest) -> None:
         order, since = ended.order, self._journal.since
