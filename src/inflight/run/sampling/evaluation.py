@@ -133,7 +133,7 @@ class Evaluation:
         ]
         self._write()
         mean = _mean(self._answers[served])
-        self.note(f"evaluated version {served}: mean reward {mean:.3f} over {len(items)} items of the task")
+        self.note(f"evaluated version {served}: mean reward {mean:.3f} of greedy answers to {len(items)} problems")
 
     def summary(self) -> dict[str, Any]:
         """Return the mean reward of each evaluated version, for ``summary.json``."""
