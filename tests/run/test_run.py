@@ -180,7 +180,6 @@ def test_interrupt_saves_and_resume_goes_on_without_losing_or_repeating_items(
     assert "--resume" in run.output()
     stopped_at = run.rows()[-1]["version"]
     assert run.summary()["interrupted"]
-    state = json.loads((run.directory / "checkpoints" / f"version-{stopped_at:06d}.json").read_text())
     before = run.summary()["ledger"]
     resumed = start_run("--run.num_steps", str(stopped_at + 2), "--resume")
     assert resumed.wait() == 0, resumed.output()
