@@ -195,3 +195,13 @@ def test_the_share_of_pauses_counts_servers_that_were_replaced_and_earlier_proce
     resumed.paused({"http://127.0.0.1:8002": 0.5})
     resumed.close()
     assert resumed.state()["paused_s"] == 2.5
+
+
+def test_a_resumed_run_reports_rewards_of_groups_that_finished_before_the_checkpoint(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, None)
+    journal.group_finished(group(0.5))
+    journal.close()
+    resumed = Journal(tmp_path, json.loads(json.dumps(journal.state())), 0)
+    row = resumed.step(Counter([0]), 3, {}, [0], SlotSeconds(), DraftCounts())
+    resumed.close()
+    assert row["reward"] == 0.5
