@@ -124,7 +124,7 @@ class DeepSpeedWorker(ShardedWorker):
         self._engine.backward(loss)
 
     def _update(self, settings: AdamSettings | None) -> StepResult:
-        """Have DeepSpeed take a step, in which it calls the optimizer only if all gradients are finite."""
+        """Take one step through DeepSpeed, which calls the optimizer only if all gradients are finite."""
         self._has_gradients = False
         self._boundary.update = partial(super()._update, settings)
         self._engine.step()

@@ -16,7 +16,7 @@ from inflight.run.updates_config import UpdatesSection
 
 
 class _Model:
-    """A model in training whose ranks send nothing; the first send fails if it is told to."""
+    """A model in training whose ranks send nothing; with ``fails``, the first send raises `TransferError`."""
 
     def __init__(self, *, is_lora: bool, fails: bool = False) -> None:
         self.is_lora = is_lora

@@ -1,4 +1,4 @@
-"""A small engine: replace it with yours. It knows nothing of inflight."""
+"""A small engine: replace it with yours."""
 
 from dataclasses import dataclass, field
 

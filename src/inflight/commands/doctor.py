@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Find out why the logprobs of an inference engine differ from those of a trainer. For the directory of a "
         "run, print the shape of the differences in its records and the first suspects. For an endpoint, publish "
         "known weights to it, and report the cause (with the tensor, part or setting responsible, if that was "
-        "identified) and the remedy. Exit status: 0 if there is no drift, 1 if there is drift or a warning, 2 if "
-        "nothing can be concluded."
+        "identified) and the remedy. Exit status: 0 if no drift was found, 1 if drift was found or a warning was "
+        "given, 2 if nothing can be concluded."
     )
     add_endpoint_arguments(parser, "directory of a run, URL of a server, or module:function; a URL needs --model")
     parser.set_defaults(parser=parser)

@@ -80,7 +80,8 @@ def replay_config(
     """Return the configuration of a replay in ``directory``: that of the recorded run, without its servers.
 
     ``base`` is used in place of the recorded configuration, which a record may lack. The trainer options of the run are
-    kept only if its trainer is kept. Raises `ConfigError` if there is no configuration, or an invalid one.
+    kept only if its trainer is kept. Raises `ConfigError` if both configurations are missing, or if the one used is
+    invalid.
     """
     recorded = manifest.config if base is None else base
     if recorded is None:

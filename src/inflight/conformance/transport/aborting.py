@@ -117,7 +117,7 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
     """Nothing of a group is left once both ends have aborted, or once the sender has opened another group: no listening
     socket, no descriptor, no file."""
     before = listening()
-    _use_groups(t, 2)  # what is created only once may remain
+    _use_groups(t, 2)  # a transport may create sockets, threads and files once per process
     num_before, files = num_descriptors(), _files(t)
     _use_groups(t, _NUM_GROUPS)
     started = time.monotonic()

@@ -253,8 +253,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _kill_namespace(pid: int) -> None:
-    """Kill process 1 of a sandbox, or bwrap if there is no process 1 yet. bwrap reaps process 1 after all other
-    processes have ended.
+    """Kill process 1 of a sandbox, or bwrap itself before it has started process 1.
+
+    bwrap reaps process 1 after all other processes have ended.
     """
     for found in _children(pid):
         with contextlib.suppress(ProcessLookupError):
