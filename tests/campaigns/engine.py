@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from inflight.contracts import EngineKind, EngineOptions
 from inflight.engines.launch import EngineProcess, start_engine
@@ -230,12 +231,17 @@ class GroupsOfEngine:
         """All of them since the last `begin`."""
         self.num_since = 0
         """Those since the last `mark`."""
+        self.joined_s = 0.0
+        """When the engine last joined the run, in seconds of its events; 0 if it took part from the beginning."""
+        self.num_issued = 0
+        """Requests to any server that began after the engine had joined."""
 
     def begin(self) -> None:
         """Skip what is there already."""
         with contextlib.suppress(FileNotFoundError):
             self._offset = self._events.stat().st_size
-        self.num_groups = self.num_since = 0
+        self.num_groups = self.num_since = self.num_issued = 0
+        self.joined_s = 0.0
 
     def mark(self) -> None:
         self.look()
@@ -251,10 +257,16 @@ class GroupsOfEngine:
             lines = file.read().split(b"\n")
             self._offset += sum(len(line) + 1 for line in lines[:-1])
             for line in lines[:-1]:
-                if b'"group"' in line:
-                    with contextlib.suppress(ValueError):
-                        event = json.loads(line)
-                        found = event["kind"] == "group" and event["endpoint"] in self.addresses
-                        self.num_groups += found
-                        self.num_since += found
+                with contextlib.suppress(ValueError):
+                    self._read(json.loads(line))
         return self.num_since
+
+    def _read(self, event: dict[str, Any]) -> None:
+        match event["kind"]:
+            case "group" if event["endpoint"] in self.addresses:
+                self.num_groups += 1
+                self.num_since += 1
+            case "fleet_changed" if self.addresses.intersection((*event["joined"], *event["restored"])):
+                self.joined_s, self.num_issued = event["end_s"], 0
+            case "request":
+                self.num_issued += event["start_s"] > self.joined_s

@@ -57,6 +57,8 @@ class Incarnation:
     """How many groups the engine sampled."""
     num_groups_since: int = 0
     """The same since the engine was last struck, or became healthy."""
+    num_issued_since_joined: int = 1
+    """How many requests began, on any server, after the engine had joined the run."""
     engine_up_s: float = 0.0
     """How long the engine was healthy, without a strike, until the end."""
 
@@ -379,6 +381,7 @@ class Disturbed:
             self._groups.mark()
         incarnation.num_groups_since = self._groups.look()
         incarnation.num_engine_groups = self._groups.num_groups
+        incarnation.num_issued_since_joined = self._groups.num_issued
         incarnation.engine_up_s = max(0.0, now - self._engine_since) if is_up else 0.0
         wait = self._place / "control" / "wait"
         is_late = incarnation.version >= incarnation.resumed_version + PACED_AFTER

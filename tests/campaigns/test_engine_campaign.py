@@ -172,6 +172,12 @@ def test_a_planted_fault_of_an_engine_is_found(with_engine, plant):
     assert "engine" in judge(with_engine)
 
 
+def test_an_engine_that_joined_after_the_last_request_may_have_sampled_nothing(with_engine):
+    never_uses_the_engine(with_engine)
+    with_engine.incarnations[1].num_issued_since_joined = 0
+    assert judge(with_engine) == {}
+
+
 def test_an_engine_that_was_down_may_have_sampled_nothing(with_engine):
     never_uses_the_engine(with_engine)
     with_engine.incarnations[1].was_engine_down = True
@@ -210,6 +216,30 @@ def test_groups_of_the_engine_are_counted_from_a_mark_on(tmp_path):
     groups.begin()
     write(ADDRESS)
     assert (groups.look(), groups.num_groups) == (1, 1)
+
+
+def test_requests_are_counted_from_the_time_on_at_which_the_engine_joined(tmp_path):
+    events = tmp_path / "events.jsonl"
+    groups = GroupsOfEngine(events)
+    groups.addresses.add(ADDRESS)
+    groups.begin()
+    elsewhere = {"kind": "request", "endpoint": "http://127.0.0.1:1"}
+    joins = {"kind": "fleet_changed", "end_s": 5.0, "joined": [ADDRESS], "restored": []}
+    before, after = (elsewhere | {"start_s": start_s} for start_s in (4.0, 6.0))
+
+    def write(*lines):
+        with events.open("a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+    write(before)
+    groups.look()
+    assert groups.num_issued == 1  # it takes part from the beginning until it joins again
+    write(joins, before)
+    groups.look()
+    assert groups.num_issued == 0
+    write(after, joins | {"joined": [], "restored": ["http://127.0.0.1:1"]})
+    groups.look()
+    assert groups.num_issued == 1
 
 
 def test_rewards_wait_for_the_engine_once_for_each_item(tmp_path):
