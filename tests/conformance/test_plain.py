@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from inflight.conformance import CheckOutcome, EndpointTarget, Kit, WorkerTarget, endpoint_checks, worker_checks
-from inflight.conformance.checks import Check
+from inflight.conformance.checks import Check, CheckSkipped
+from inflight.conformance.endpoint import images
 from inflight.conformance.expected import apply_expected, load_expected
 from tests.selection import first_of_each
 
@@ -63,6 +66,16 @@ def test_why_images_are_not_checked_is_one_short_sentence(endpoint, id):
     verdict = endpoint.run(check)
     assert verdict.outcome is CheckOutcome.SKIPPED
     assert verdict.message == "this kind of endpoint serves no model that accepts images"
+
+
+def test_a_missing_package_is_not_blamed_on_the_endpoint(monkeypatch, tmp_path):
+    def missing(path):
+        raise ModuleNotFoundError("No module named 'PIL'")
+
+    monkeypatch.setattr(images, "make_seeing_model", missing)
+    subject = SimpleNamespace(directory=tmp_path, capabilities=SimpleNamespace(images=False))
+    with pytest.raises(CheckSkipped, match="the kit cannot create a model that accepts images: No module named 'PIL'"):
+        asyncio.run(images.images_are_seen(subject))
 
 
 def test_what_the_server_cannot_do_is_said(endpoint):

@@ -84,6 +84,8 @@ async def _open_seeing(subject: EndpointSubject) -> _Seeing:
         if subject.capabilities.images and not isinstance(error, ConfigError | UnsupportedError):
             raise
         reason = "this kind of endpoint serves no model that accepts images"
+        if reference is None:
+            reason = "the kit cannot create a model that accepts images"
         if reference is None or subject.capabilities.images:  # otherwise the error only repeats that images are missing
             reason += f": {shorten(str(error), 120)}"
         if not subject.capabilities.images:
