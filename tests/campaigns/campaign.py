@@ -195,5 +195,5 @@ def combine(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "num_jobs": max(record["rows"]["num_jobs"] for record in records),
         "runs": runs,
     }
-    shown: dict[str, Any] = json.loads(_PATH.sub("...", json.dumps({**records[0], "rows": rows})))
+    shown: dict[str, Any] = json.loads(_PATH.sub("...", json.dumps({**records[-1], "rows": rows})))
     return shown
