@@ -10,7 +10,7 @@ import torch
 from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, require
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of
-from inflight.contracts import ReceivesAhead
+from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.types import WeightBucket
 
 LEVEL = "bytes"
@@ -36,32 +36,38 @@ _PATTERNS = {
 def every_wire_dtype_arrives_bit_for_bit(t: TransportSubject) -> None:
     """Tensors of every wire dtype arrive bit for bit, including NaN payloads, negative zero and subnormals."""
     tensors = [torch.tensor(bits, dtype=kind).view(dtype) for dtype, (kind, bits) in _PATTERNS.items()]
-    _require_arrival(t, bucket_of(*tensors))
+    _require_arrival(t, t.form(), bucket_of(*tensors))
 
 
 @check("T-09", look_at="receive: shapes () and (0,) when the bucket is split")
 def scalars_and_empty_tensors_keep_their_shape(t: TransportSubject) -> None:
-    """Scalars and tensors without elements arrive with their shapes."""
-    shapes = [(), (0,), (3,), (2, 0, 4), (1, 1)]
-    _require_arrival(t, bucket_of(*(torch.full(shape, 2.5) for shape in shapes)))
+    """Scalars and tensors without elements arrive with their shapes, even in a bucket that has no elements at all."""
+    receivers = t.form()
+    nothing, something = [(0,), (2, 0, 4)], [(), (0,), (3,), (2, 0, 4), (1, 1)]
+    for index, shapes in enumerate((something, nothing, something)):
+        bucket = bucket_of(*(torch.full(shape, 2.5 + index) for shape in shapes), index=index)
+        _require_arrival(t, receivers, bucket)
 
 
-@check("T-10", look_at="receive: views of a buffer must be aligned to their dtype, but the bytes on the wire are not")
+@check("T-10", look_at="receive: views of a buffer must be aligned, but the bytes on the wire are not; storage offsets")
 def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
-    """Tensors arrive in order whatever their offset within the bucket, and tensors of equal shape are not swapped."""
+    """Tensors arrive in order whatever their offset within the bucket and within the memory that they are views of, and
+    tensors of equal shape are not swapped."""
     tensors = []
     for i, count in enumerate((1, 3, 7, 127)):
         tensors += [torch.randn(count).to(torch.bfloat16), torch.randn(count), torch.randn(i + 1, dtype=torch.float64)]
         tensors += [torch.randn(count), torch.randn(2, 3), torch.randn(2, 3)]
     tensors += [torch.tensor([float(i)]) for i in range(2000)]  # more than one system call can write
-    _require_arrival(t, bucket_of(*tensors))
+    packed = torch.randn(1000)  # a trainer's tensors are often views of one buffer
+    tensors += [packed[1:8], packed[100:220].reshape(10, 12), packed[400:900].view(torch.bfloat16), packed[999:]]
+    _require_arrival(t, t.form(), bucket_of(*tensors))
 
 
 @check("T-11", look_at="send: call .contiguous() before reading the bytes")
 def strided_tensors_arrive_row_major(t: TransportSubject) -> None:
     """Tensors that are not contiguous arrive row-major."""
     source = torch.arange(24, dtype=torch.float32).reshape(4, 6)
-    _require_arrival(t, bucket_of(source.t(), source[:, ::2], source[0].expand(3, 6)))
+    _require_arrival(t, t.form(), bucket_of(source.t(), source[:, ::2], source[0].expand(3, 6)))
 
 
 @check("T-12", deadline_s=30, look_at="short writes and reads, limits on the size of a message, remainders of chunks")
@@ -104,15 +110,18 @@ def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
 
 @check("T-14", "3-receivers", look_at="send: it must reach all ranks, not only the first")
 def every_receiver_gets_every_byte(t: TransportSubject) -> None:
-    """Every rank of the group receives every byte."""
-    receivers = t.form(3)
-    wrong = [0, 0, 0]
-    for index in range(3):
-        tensor = torch.randn(10_007)
-        for i, (arrived,) in enumerate(t.transfer(receivers, bucket_of(tensor, index=index))):
-            wrong[i] += _num_wrong(arrived, tensor)
-    t.note(wrong_bytes_per_receiver=wrong)
-    require(not any(wrong), f"bytes that differ, per receiver: {wrong}")
+    """Every rank of every endpoint receives every byte."""
+    for num_ranks in ([1, 1, 1], [1, 2]):
+        receivers = t.form_endpoints(num_ranks)
+        wrong = [0, 0, 0]
+        for index in range(3):
+            bucket = bucket_of(tensor := torch.randn(10_007), index=index)
+            for i, (arrived,) in enumerate(t.transfer(receivers, bucket)):
+                wrong[i] += _num_wrong(arrived, tensor)
+        t.note(**{f"wrong_bytes_per_receiver_with_{len(num_ranks)}_endpoints": wrong})
+        require(not any(wrong), f"bytes that differ, per receiver, of endpoints with {num_ranks} ranks: {wrong}")
+        for receiver in receivers:
+            receiver.abort()
 
 
 @check("T-15", look_at="send: return only when the bytes have left; receive: use its own memory")
@@ -173,9 +182,10 @@ def sending_leaves_the_tensors_unchanged(t: TransportSubject) -> None:
     require([tensor.stride() for tensor in tensors] == strides, "the strides of the sender's tensors changed")
 
 
-def _require_arrival(t: TransportSubject, bucket: WeightBucket) -> None:
+def _require_arrival(t: TransportSubject, receivers: Sequence[WeightReceiver], bucket: WeightBucket) -> None:
+    """Send a bucket to the only receiver and require that it arrives as it was before it was sent."""
     before = [bytes_of(tensor) for tensor in bucket.tensors]
-    (arrived,) = t.transfer(t.form(), bucket)
+    (arrived,) = t.transfer(receivers, bucket)
     _require_shapes(arrived, bucket)
     wrong = {
         f"{spec.name} {spec.dtype} {list(spec.shape)}": int((bytes_of(tensor) != expected).sum())

@@ -129,8 +129,12 @@ class TransportSubject:
         return [*joins, self.start(self.sender.join, "the sender's join")]
 
     def form(self, num_receivers: int = 1, timeout_s: float = FORM_S) -> list[WeightReceiver]:
-        """Form a group with receivers in this process, one rank each, and return them."""
-        receivers = [self.receiver(member) for member in self.members([1] * num_receivers, timeout_s)]
+        """Form a group with receivers in this process, each the only rank of its endpoint, and return them."""
+        return self.form_endpoints([1] * num_receivers, timeout_s)
+
+    def form_endpoints(self, num_ranks: Sequence[int], timeout_s: float = FORM_S) -> list[WeightReceiver]:
+        """Form a group in which endpoint i has ``num_ranks[i]`` ranks in this process, and return their receivers."""
+        receivers = [self.receiver(member) for member in self.members(num_ranks, timeout_s)]
         results(self.start_joins(receivers), timeout_s + SLACK_S)
         return receivers
 
