@@ -117,11 +117,17 @@ class TcpSender(_End, WeightSender):
 
     def send(self, bucket, timeout_s):
         with self.doing(f"sending bucket {bucket.index}", timeout_s) as deadline:
-            if len(self.ranks) < self.num_ranks:
+            ranks = self.ranks
+            if len(ranks) < self.num_ranks:
                 raise ConnectionError("the group is not formed")
             data = pack(bucket.tensors).cpu().numpy().data
-            for rank in self.ranks:
-                self.write(rank, data, deadline)
+            try:
+                for rank in ranks:
+                    self.write(rank, data, deadline)
+            except OSError:
+                while ranks:  # some have received a part of the bucket, which no other may follow
+                    ranks.pop().close()
+                raise
 
     def end(self, *, is_done):
         pass  # nothing is stored
@@ -149,7 +155,11 @@ class TcpReceiver(_End, WeightReceiver):
         with self.doing("receiving a bucket", timeout_s) as deadline:
             if self.connection is None:
                 raise ConnectionError("the group is not formed")
-            data = self.read(self.connection, sum(spec.size_bytes for spec in specs), deadline)
+            try:
+                data = self.read(self.connection, sum(spec.size_bytes for spec in specs), deadline)
+            except OSError:
+                self.connection.close()  # what is still to come is the rest of this bucket, not the next one
+                raise
             flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
             return unpack(flat, specs)
 

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from inflight.conformance.calls import SLACK_S, Ending, PendingCall
-from inflight.conformance.checks import check, require
+from inflight.conformance.calls import SLACK_S, Ending, PendingCall, results
+from inflight.conformance.checks import check, fail, require
 from inflight.conformance.transport.pair import update_of
-from inflight.conformance.transport.subject import TransportSubject, bucket_of, bytes_of, failure_of
+from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
+from inflight.contracts import WeightReceiver
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 
 LEVEL = "failures"
 _TIMEOUT_S = 0.8
+_WAIT_S = 3.0
+"""A timeout so long that a call which waits for a multiple of it is told from a busy machine by `SLACK_S`."""
+_LATE_S = 2.2
+"""How long after its receive began a bucket is sent that is late."""
 _SEND_S = 1.3
+_UNREAD_S, _READ_S, _READ_LAG_S = 0.5, 4.0, 0.3
+"""Timeouts of a send that one rank does not read and of receives around it, and how long a rank may still read what
+such a send has left behind."""
 _PAUSE_S, _PULSE_S = 0.3, 0.001
 """How long a sender is stopped each time, and how long it may send between two stops."""
 _BIG = 1 << 23  # elements of float64: no socket buffer takes 64 MB
@@ -28,7 +37,7 @@ _WORDS = {"join": ("join", "form", "reach", "connect", "rendezvous"), "receive":
 @check("T-18", look_at="join of the receiver: the timeout_s of its spec, in every one of its steps")
 def a_join_without_a_sender_ends(t: TransportSubject) -> None:
     """If the sender does not join, a receiver's join raises TransferError when its timeout expires, and not before."""
-    (member,) = t.members([1], _TIMEOUT_S)
+    (member,) = t.members([1], _WAIT_S)
     _require_timely_failure(t, t.receiver(member).join, "the receiver's join, alone,")
 
 
@@ -36,10 +45,10 @@ def a_join_without_a_sender_ends(t: TransportSubject) -> None:
 def a_join_without_receivers_ends(t: TransportSubject) -> None:
     """If a rank is missing, the joins of the sender and of the other ranks raise TransferError when their timeout
     expires."""
-    member, _ = t.members([1, 1], _TIMEOUT_S)
+    member, _ = t.members([1, 1], _WAIT_S)
     other = t.start(t.receiver(member).join, "the join of the receiver that joined")
     _require_timely_failure(t, t.sender.join, "the sender's join with a rank missing")
-    failure_of(other, _TIMEOUT_S + SLACK_S)
+    failure_of(other, SLACK_S)
 
 
 @check("T-37", "6-receivers", deadline_s=30, look_at="join of the sender: a timeout that restarts with every rank")
@@ -86,15 +95,20 @@ def receivers_that_do_not_read_share_a_timeout(t: TransportSubject) -> None:
     _note_legal_ending(t, sending.ending(_SEND_S + SLACK_S))
 
 
-@check("T-20", look_at="receive: its timeout_s, not the group's")
+@check("T-20", deadline_s=30, look_at="receive: its timeout_s, not the group's")
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
-    """A receive of a bucket that is not sent raises TransferError when its own timeout expires."""
-    # The group has a longer timeout than the receive.
+    """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before; a
+    bucket that is sent late still arrives."""
+    # The group has a longer timeout than the receive of the bucket that is never sent.
     (receiver,) = t.form()
-    bucket = bucket_of(torch.zeros(10))
-    t.begin([receiver], bucket)
-    specs = bucket.specs
-    _require_timely_failure(t, lambda: receiver.receive(specs, _TIMEOUT_S), "the receive of a bucket never sent")
+    late, never = bucket_of(torch.ones(10)), bucket_of(torch.zeros(10), index=1)
+    t.begin([receiver], late, never)
+    (receive,) = t.start_receives([receiver], late)
+    if receive.has_ended(_LATE_S):
+        fail(f"a receive with a timeout of {FORM_S:g} s ended before its bucket was sent: {receive.ending(0.0).words}")
+    results([receive, t.start_send(late)], FORM_S + SLACK_S)
+    require(receive.result(0.0)[0].equal(late.tensors[0]), f"a bucket sent {_LATE_S} s late arrived changed")
+    _require_timely_failure(t, lambda: receiver.receive(never.specs, _WAIT_S), "the receive of a bucket never sent")
 
 
 @check("T-21", look_at="timeouts that are rounded down to 0, which many transports treat as no timeout")
@@ -129,8 +143,8 @@ def a_stopped_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
     peer.stop()  # its sockets stay open, but nothing reads from them
     bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64))
     t.begin([], bucket)
-    sending = t.start_send(bucket, _TIMEOUT_S)
-    _note_legal_ending(t, sending.ending(_TIMEOUT_S + SLACK_S))
+    sending = t.start_send(bucket, _WAIT_S)
+    _note_legal_ending(t, sending.ending(_WAIT_S + SLACK_S))
 
 
 @check("T-24", "peer", deadline_s=30, look_at="receive: connections that were closed")
@@ -179,6 +193,63 @@ def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
         t.sender.abort()
 
 
+@check("T-40", "3-receivers", deadline_s=60, look_at="send: the timeout of one rank, and what may follow a failed send")
+def a_failed_send_loses_the_group(t: TransportSubject) -> None:
+    """After a send has failed, the group is lost: further sends raise TransferError, and no rank ever receives a
+    mixture of two buckets."""
+    buckets = [bucket_of(torch.full((_BIG,), 1.0 + index, dtype=torch.float64), index=index) for index in range(2)]
+    for number in (1, 2):  # the first receiver always reads
+        receivers = t.form(3)
+        idle = receivers.pop(number)
+        t.begin([*receivers, idle], *buckets)
+        receives = t.start_receives(receivers, buckets[0], _READ_S)
+        sent = t.start_send(buckets[0], _UNREAD_S).ending(_UNREAD_S + SLACK_S)
+        _require_legal(sent)
+        t.note(**{f"ending of the send while only receiver {number + 1} does not read": sent.words})
+        if sent.error is None:
+            receives += t.start_receives([idle], buckets[0], _READ_S)
+            _require_all_arrive(receives, buckets[0])
+            _end(t, [*receivers, idle], receives)
+        else:
+            done = [it for it, receive in zip(receivers, receives, strict=True) if _has_arrived(receive)]
+            receives += t.start_receives([idle, *done], buckets[0], _READ_S)
+            sending = t.start(lambda: t.sender.send(buckets[1], _READ_S), "a send after a failed one")
+            failure_of(sending, _READ_S + SLACK_S)
+            _end(t, [*receivers, idle], receives)
+            _require_none_mixed(receives, buckets)
+
+
+def _has_arrived(receive: PendingCall[Any]) -> bool:
+    return receive.has_ended(_READ_LAG_S) and receive.ending(0.0).error is None
+
+
+def _end(t: TransportSubject, receivers: Sequence[WeightReceiver], receives: Sequence[PendingCall[Any]]) -> None:
+    """Abort the sender, give the receives a moment to take what has been sent, and abort the receivers."""
+    t.sender.abort()
+    for receive in receives:
+        receive.has_ended(_READ_LAG_S)
+    for receiver in receivers:
+        receiver.abort()
+
+
+def _require_all_arrive(receives: Sequence[PendingCall[list[torch.Tensor]]], bucket: WeightBucket) -> None:
+    """Require that a bucket whose send has returned arrives at every rank, even one that reads it late."""
+    for receive in receives:
+        ending = receive.ending(_READ_S + SLACK_S)
+        words = f"a send returned before every rank had read, but its bytes did not arrive at one: {ending.words}"
+        require(ending.value is not None, words)
+        _require_whole(receive.result(0.0)[0], bucket)
+
+
+def _require_none_mixed(receives: Sequence[PendingCall[list[torch.Tensor]]], buckets: Sequence[WeightBucket]) -> None:
+    """Require that every receive raises `TransferError` or returns one of these buckets whole."""
+    for receive in receives:
+        ending = receive.ending(_READ_S + SLACK_S)
+        _require_legal(ending, "a receive in a group that is lost")
+        is_whole = ending.value is None or any(ending.value[0].equal(bucket.tensors[0]) for bucket in buckets)
+        require(is_whole, "after a failed send, a rank received neither of the two buckets whole")
+
+
 @check("T-26", "peer", deadline_s=40, look_at="specs of the sender: what remains of the old group")
 def the_survivors_form_a_new_group(t: TransportSubject) -> None:
     """After a receiver has died, the same sender forms a new group with the survivors, and bytes arrive there."""
@@ -224,7 +295,7 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
 
 @check("T-28", look_at="where lower errors are translated")
 def errors_name_the_operation(t: TransportSubject) -> None:
-    """The message of a TransferError names the operation and, if that is a send, the bucket."""
+    """The message of a TransferError names the operation and, if that is a send, the index of the bucket."""
     (member,) = t.members([1], 0.3)
     joining = failure_of(t.start(t.receiver(member).join, "the join"), 0.3 + SLACK_S)
     (receiver,) = t.form()
@@ -244,16 +315,18 @@ def errors_name_the_operation(t: TransportSubject) -> None:
     for call, message in messages.items():
         named = any(word in message.lower() for word in _WORDS[call])
         require(named, f"the error of a failed {call} names none of {', '.join(_WORDS[call])}: {message!r}")
-    said = messages.get("send", "7")
-    require("7" in said, f"the error of a failed send of bucket 7 does not name it: {said!r}")
+    said = messages.get("send", "7")  # no other number that is part of this send is 7
+    require(re.search(r"\b7\b", said), f"the error of a failed send of bucket 7 does not name it: {said!r}")
 
 
 def _require_timely_failure(t: TransportSubject, call: Callable[[], Any], what: str) -> None:
-    pending = t.start(call, what)
-    error = failure_of(pending, _TIMEOUT_S + SLACK_S)
+    """Require that a call with a timeout of `_WAIT_S` fails when it expires."""
+    error = failure_of(pending := t.start(call, what), 2 * _WAIT_S + SLACK_S)
     seconds = pending.ending(0.0).seconds
-    t.note(timeout_s=_TIMEOUT_S, seconds=seconds, message=str(error))
-    require(seconds > _TIMEOUT_S / 2, f"it failed after {seconds:.2f} s, before its timeout of {_TIMEOUT_S} s")
+    t.note(timeout_s=_WAIT_S, seconds=seconds, message=str(error))
+    require(seconds > _WAIT_S / 2, f"{what} failed after {seconds:.2f} s, before its timeout of {_WAIT_S:g} s")
+    words = f"{what} failed only after {seconds:.2f} s, although its timeout is {_WAIT_S:g} s"
+    require(seconds <= _WAIT_S + SLACK_S, words)
 
 
 def _require_whole(arrived: torch.Tensor, bucket: WeightBucket) -> None:
@@ -265,5 +338,9 @@ def _note_legal_ending(t: TransportSubject, ending: Ending[None]) -> None:
     """Record how a send ended. The send may return, which only means that the bytes were sent, or raise
     `TransferError`."""
     t.note(ending=ending.words, seconds=ending.seconds)
+    _require_legal(ending)
+
+
+def _require_legal(ending: Ending[Any], what: str = "a failed send") -> None:
     legal = ending.error is None or isinstance(ending.error, TransferError)
-    require(legal, f"a failed send must raise TransferError, but: {ending.words}")
+    require(legal, f"{what} must raise TransferError, but: {ending.words}")
