@@ -269,6 +269,10 @@ def in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, torch.empty(tensor.shape).stride(), tensor.storage_offset())
 
 
+def from_the_beginning_of_its_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.as_strided(tensor.shape, tensor.stride(), 0)
+
+
 def at_aligned_offsets(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     flat, offset, found = pack(tensors), 0, []
     for tensor in tensors:
@@ -319,6 +323,12 @@ def only_1024(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [*tensors[:1024], *map(torch.zeros_like, tensors[1024:])]
 
 
+def maps_no_empty_memory(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    if not sum(tensor.nbytes for tensor in tensors):
+        raise ValueError("cannot map an empty buffer")
+    return tensors
+
+
 def loses_what_came_ahead(receiver: Any) -> None:
     receive = receiver.receive
 
@@ -339,6 +349,10 @@ def joins_with_a_timeout_for_each_rank(sender: Any) -> None:
         return opened
 
     sender.specs = spoiled
+
+
+def joins_with_twice_the_timeout(receiver: Any) -> None:
+    receiver._spec = receiver._spec.model_copy(update={"timeout_s": 2 * receiver._spec.timeout_s})
 
 
 def sends_with_a_timeout_for_each_rank(sender: Any) -> None:
@@ -364,6 +378,47 @@ def keeps_the_old_group(sender: Any) -> None:
         return specs(*args)
 
     sender.specs = spoiled
+
+
+def keeps_old_connections(sender: Any) -> None:
+    """The next group does not end the old one, whose ranks wait in vain."""
+    specs = sender.specs
+
+    def spoiled(*args: Any) -> list[ProcessGroupSpec]:
+        LEFT.append(sender._group)
+        sender._group = None
+        return specs(*args)
+
+    sender.specs = spoiled
+
+
+def leaves_a_descriptor_to_the_next_group(sender: Any) -> None:
+    specs = sender.specs
+
+    def spoiled(*args: Any) -> list[ProcessGroupSpec]:
+        if sender._group is not None:
+            LEFT.append(os.open(os.devnull, os.O_RDONLY))
+        return specs(*args)
+
+    sender.specs = spoiled
+
+
+def leaves_the_file_of_an_unformed_group(sender: Any) -> None:
+    specs, abort, files = sender.specs, sender.abort, []
+
+    def spoiled_specs(*args: Any) -> list[ProcessGroupSpec]:
+        opened = specs(*args)
+        descriptor, name = tempfile.mkstemp()
+        os.close(descriptor)
+        files.append(Path(name))
+        return opened
+
+    def spoiled_abort() -> None:
+        if sender._group is not None:
+            files.pop().unlink()
+        abort()
+
+    sender.specs, sender.abort = spoiled_specs, spoiled_abort
 
 
 def leaves_in_each_group(make: Callable[[], Any]) -> Fault:
@@ -408,6 +463,21 @@ def packs_an_index_once(sender: Any) -> None:
 
 def zero_on_rank_three(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.zeros_like(tensor) for tensor in tensors] if receiver._spec.rank == 3 else tensors
+
+
+def only_the_first_rank_of_an_endpoint() -> tuple[Fault, Fault]:
+    """The other ranks of an endpoint get zeros."""
+    firsts: set[tuple[str, int]] = set()
+
+    def note_ranks(i: int, spec: ProcessGroupSpec) -> dict[str, Any]:
+        firsts.add((spec.group_name, spec.rank))
+        return {}
+
+    def change(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        is_first = (receiver._spec.group_name, receiver._spec.rank) in firsts
+        return tensors if is_first else [torch.zeros_like(tensor) for tensor in tensors]
+
+    return respecified(note_ranks), received(change)
 
 
 def where_the_last_one_lay(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -483,6 +553,59 @@ def sends_without_a_group(sender: Any) -> None:
         if sender._group is None:
             raise RuntimeError("the group is not initialised")
         send(bucket, timeout_s)
+
+    sender.send = spoiled
+
+
+def tolerates_slow_ranks(sender: Any) -> None:
+    """A timeout fails a send only if there is no other rank."""
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        try:
+            send(bucket, timeout_s)
+        except TransferError as error:
+            if "Timed out" not in str(error) or sender._opened.world_size == 2:
+                raise
+
+    sender.send = spoiled
+
+
+def sends_on_after_a_failure(sender: Any) -> None:
+    """Once a send has failed, the sends that follow it return without an error."""
+    send, failed = sender.send, []
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        try:
+            send(bucket, timeout_s)
+        except TransferError:
+            group = sender._group
+            if group is None or group not in failed:
+                failed.append(group)
+                raise
+
+    sender.send = spoiled
+
+
+def fills_up_what_was_lost(specs: Any, timeout_s: float) -> list[torch.Tensor]:
+    if sum(spec.size_bytes for spec in specs) < 1 << 20:
+        raise TransferError("receiving a bucket failed: closed")
+    found = zeros(specs, timeout_s)
+    for tensor in found:
+        tensor.reshape(-1)[::2] = 1
+    return found
+
+
+def names_only_the_size(sender: Any) -> None:
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        try:
+            send(bucket, timeout_s)
+        except TransferError as error:
+            size_bytes = sum(spec.size_bytes for spec in bucket.specs)
+            reason = str(error).partition(" failed: ")[2]
+            raise TransferError(f"sending {size_bytes} bytes failed: {reason}") from error
 
     sender.send = spoiled
 
@@ -576,6 +699,9 @@ MUTANTS = {
         "a scalar arrives in the shape (1,)",
         receiver=received(lambda receiver, tensors: [torch.atleast_1d(tensor) for tensor in tensors]),
     ),
+    "maps no empty memory": Mutant(
+        "T-09", "a bucket without any bytes is an error", receiver=received(maps_no_empty_memory)
+    ),
     "aligned offsets": Mutant(
         "T-10", "offsets are rounded down to the dtype's size", receiver=received(at_aligned_offsets)
     ),
@@ -583,6 +709,9 @@ MUTANTS = {
     "by name": Mutant("T-10", "tensors of equal shape are sorted by name", receiver=received(by_name)),
     "only 1024 tensors": Mutant(
         "T-10", "tensors after the first 1,024 of a bucket arrive as zeros", receiver=received(only_1024)
+    ),
+    "ignores storage offsets": Mutant(
+        "T-10", "views are sent from the beginning of their memory", resent(from_the_beginning_of_its_memory)
     ),
     "storage order": Mutant("T-11", "strides are ignored", resent(in_storage_order)),
     "only 16 MB": Mutant(
@@ -595,6 +724,9 @@ MUTANTS = {
         "T-13", "one bucket contains the data of the previous bucket", sends_bucket_50_from_the_old_buffer
     ),
     "rank three gets zeros": Mutant("T-14", "the third receiver gets zeros", receiver=received(zero_on_rank_three)),
+    "first rank of an endpoint": Mutant(
+        "T-14", "only the first rank of an endpoint gets the bytes", both=only_the_first_rank_of_an_endpoint
+    ),
     "hands tensors over": Mutant("T-15", "sender and receiver share memory", both=hands_the_tensors_over),
     "recycles at once": Mutant(
         "T-16", "a bucket reuses the memory of the previous one", receiver=received(where_the_last_one_lay)
@@ -614,6 +746,9 @@ MUTANTS = {
         receiver=answered("join", "not set after", raising(TimeoutError("wait timeout"))),
     ),
     "abandons at once": Mutant("T-18", "a receiver does not wait for its sender", receiver=gives_up_at_once),
+    "joins with twice the timeout": Mutant(
+        "T-18", "a join that times out is tried once more", receiver=joins_with_twice_the_timeout
+    ),
     "joins without ranks": Mutant(
         "T-19", "the sender treats a timeout as success", answered("join", "not set after", lambda: None)
     ),
@@ -629,6 +764,16 @@ MUTANTS = {
     "ignores the timeout of receive": Mutant(
         "T-20", "`receive` waits as long as the group's timeout", receiver=timed("receive", lambda timeout_s: 30.0)
     ),
+    "receives for a second": Mutant(
+        "T-20",
+        "`receive` waits no longer than a second",
+        receiver=timed("receive", lambda timeout_s: min(timeout_s, 1.0)),
+    ),
+    "receives with twice the timeout": Mutant(
+        "T-20",
+        "a receive that times out is tried once more",
+        receiver=timed("receive", lambda timeout_s: 2 * timeout_s),
+    ),
     "0 ms is no timeout": Mutant(
         "T-21",
         "a timeout below a millisecond is ignored",
@@ -642,6 +787,9 @@ MUTANTS = {
     "ignores the timeout of send": Mutant(
         "T-23", "`send` waits as long as the group's timeout", timed("send", lambda timeout_s: 30.0)
     ),
+    "sends with twice the timeout": Mutant(
+        "T-23", "a send that times out is tried once more", timed("send", lambda timeout_s: 2 * timeout_s)
+    ),
     "wrong error of a killed sender": Mutant(
         "T-24",
         "EOFError propagates",
@@ -653,12 +801,24 @@ MUTANTS = {
     "takes a part for the whole": Mutant(
         "T-25", "a send that times out counts as done", answered("send", "Timed out", lambda *_: None)
     ),
+    "tolerates slow ranks": Mutant(
+        "T-40", "a send counts as done although one rank of several has not read it", tolerates_slow_ranks
+    ),
+    "sends on after a failure": Mutant(
+        "T-40", "a send that follows a failed one returns as if it had arrived", sends_on_after_a_failure
+    ),
+    "fills up what was lost": Mutant(
+        "T-40", "missing bytes are replaced with others", receiver=answered("receive", "closed", fills_up_what_was_lost)
+    ),
     "counts ranks that left": Mutant("T-26", "a group is never smaller than the previous one", counts_ranks_that_left),
     "sends without a group": Mutant("T-27", "RuntimeError propagates", sends_without_a_group),
     "says nothing": Mutant(
         "T-28",
         "the error message is that of the library",
         receiver=answered("receive", "Timed out", raising(TransferError("unhandled system error"))),
+    ),
+    "names only the size": Mutant(
+        "T-28", "the error of a send has the bucket's size in place of its index", names_only_the_size
     ),
     "sender joins on": Mutant(
         "T-29", "`abort` does not end a pending join of the sender", does_not_abort_during("join")
@@ -667,6 +827,10 @@ MUTANTS = {
         "T-30", "`abort` does not end a pending join of a receiver", receiver=does_not_abort_during("join")
     ),
     "receives on": Mutant("T-31", "`abort` does not end a pending receive", receiver=does_not_abort_during("receive")),
+    "keeps old connections": Mutant("T-41", "`specs` leaves the ranks of the old group waiting", keeps_old_connections),
+    "leaves a descriptor to the next group": Mutant(
+        "T-41", "a group that another one ends leaves a descriptor", leaves_a_descriptor_to_the_next_group
+    ),
     "sends on": Mutant("T-32", "`abort` does not end a pending send", does_not_abort_during("send")),
     "stays abandoned": Mutant("T-33", "`join` fails after an aborted join", stays_given_up),
     "sends a stale bucket": Mutant(
@@ -684,6 +848,9 @@ MUTANTS = {
         "T-35",
         "a temporary file of each group is not removed",
         leaves_in_each_group(lambda: os.close(tempfile.mkstemp()[0])),
+    ),
+    "file of an unformed group": Mutant(
+        "T-35", "the file of a group that no rank joined is not removed", leaves_the_file_of_an_unformed_group
     ),
     "joins nothing": Mutant(
         "T-36", "a missing store counts as a formed group", receiver=answered("join", "weight group", lambda: None)

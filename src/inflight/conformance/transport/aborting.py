@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -45,6 +46,39 @@ def abort_ends_a_pending_receive(t: TransportSubject) -> None:
     t.begin([receiver], bucket)
     (receive,) = t.start_receives([receiver], bucket, _LONG_S)
     _require_ended_by_abort(t, receive, receiver)
+
+
+@check("T-41", "/proc", deadline_s=30)
+@look_at("specs of the sender: connections of the group that was open before")
+def another_group_ends_a_pending_receive(t: TransportSubject) -> None:
+    """Once the sender opens another group, a receive that is pending in the old one raises TransferError, and the
+    sender's connections to the old group are closed."""
+    seconds, num_before = [], 0
+    for number in range(2 + 2 * _NUM_GROUPS):
+        (receiver,) = t.form()
+        if number == 2:  # a transport may create sockets and threads once per process
+            num_before = _num_open()
+        bucket = bucket_of(torch.zeros(10))
+        t.begin([receiver], bucket)
+        (receive,) = t.start_receives([receiver], bucket, _LONG_S)
+        require(not receive.has_ended(0.05), "a receive ended although nothing was sent and its group was open")
+        started = time.monotonic()
+        t.members([1])
+        error = failure_of(receive, SLACK_S)
+        seconds.append(time.monotonic() - started)
+        receiver.abort()
+    (receiver,) = t.form()
+    started = time.monotonic()
+    while (num_left := _num_open() - num_before) >= _NUM_GROUPS and time.monotonic() - started < SLACK_S:
+        time.sleep(0.02)
+    t.note(timeout_s=_LONG_S, slowest_seconds=max(seconds), message=str(error), descriptors=num_left)
+    words = f"after {2 * _NUM_GROUPS} groups that ended so, {num_left} more descriptors are open than before"
+    require(num_left < _NUM_GROUPS, words)
+
+
+def _num_open() -> int:
+    gc.collect()  # the tracebacks of earlier errors may refer to groups
+    return num_descriptors()
 
 
 @check("T-32", look_at="send: an operation that cannot be interrupted must be abandoned in its own thread")
@@ -114,8 +148,8 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
 @check("T-35", "/proc", deadline_s=30)
 @look_at("references to the store, the group and its memory that abort or the next call of specs does not drop")
 def nothing_is_left_of_a_group(t: TransportSubject) -> None:
-    """Nothing of a group is left once both ends have aborted, or once the sender has opened another group: no listening
-    socket, no descriptor, no file."""
+    """Nothing of a group, formed or not, is left once both ends have aborted, or once the sender has opened another
+    group: no listening socket, no descriptor, no file."""
     before = listening()
     _use_groups(t, 2)  # a transport may create sockets, threads and files once per process
     num_before, files = num_descriptors(), _files(t)
@@ -128,20 +162,23 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
         time.sleep(0.02)
     t.note(num_groups=_NUM_GROUPS, listening=len(left), descriptors=num_left, files=more)
     require(not left, f"it still listens on {', '.join(f'{address} port {port}' for address, port in sorted(left))}")
-    require(num_left < _NUM_GROUPS, f"after {_NUM_GROUPS} groups, {num_left} more descriptors are open than before")
-    require(len(more) < _NUM_GROUPS, f"after {_NUM_GROUPS} groups, {len(more)} more files exist: {shortened(more)}")
+    after = f"after {_NUM_GROUPS} groups and {2 * _NUM_GROUPS} that no rank joined"
+    require(num_left < _NUM_GROUPS, f"{after}, {num_left} more descriptors are open than before")
+    require(len(more) < _NUM_GROUPS, f"{after}, {len(more)} more files exist: {shortened(more)}")
 
 
 def _use_groups(t: TransportSubject, num_groups: int) -> None:
-    """Form groups one after another; every second one is ended by opening the next, the others by `abort` on the
-    sender."""
+    """Form groups one after another, and open two after each that no rank joins. Of either kind, every second one is
+    ended by `abort` on the sender, the others by opening the next."""
     for number in range(num_groups):
         (receiver,) = t.form()
         t.transfer([receiver], bucket_of(torch.zeros(10)))
         receiver.abort()
         if number % 2 == 0:
             t.sender.abort()
-    t.members([1])
+        t.members([1])
+        t.sender.abort()
+        t.members([1])
     t.sender.abort()
 
 
