@@ -562,6 +562,23 @@ class ClipsTwiceTheNorm(NeverClips):
         self._config = self._config.model_copy(update={"max_gradient_norm": 2.0})
 
 
+class ClipsToOne(NeverClips):
+    """The limit is a constant in the code, whatever is configured."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._config = self._config.model_copy(update={"max_gradient_norm": 1.0})
+
+
+class NoneClipsToOne(FsdpWorker):
+    """A limit that is not configured counts as the default."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        if self._config.max_gradient_norm is None:
+            self._config = self._config.model_copy(update={"max_gradient_norm": 1.0})
+
+
 class ZeroNormDivides(FsdpWorker):
     """The factor of clipping is 1 / norm, also for a norm of 0."""
 
@@ -730,6 +747,30 @@ class ScheduleStandsStill(RateOfTheNextStep):
         return 0
 
 
+class FullRateAfterTheEnd(RateOfTheNextStep):
+    """The schedule begins again with its full rate after its last step."""
+
+    def counted(self) -> int:
+        total = self._config.total_steps
+        return self._config.warmup_steps if total is not None and self._version >= total else self._version
+
+
+class CosineFromTheStart(SteppedAtRate):
+    """A cosine counts the steps of the warm-up as part of the decay."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        rate = self.rate()
+        result = super().step(settings)
+        return result if settings is not None else replace(result, learning_rate=rate)
+
+    def rate(self) -> float:
+        config = self._config
+        if config.schedule != "cosine" or config.total_steps is None or self._version < config.warmup_steps:
+            return learning_rate_at(self._version, config)
+        progress = min(1.0, self._version / config.total_steps)
+        return config.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
 class WarmUpFromZero(SteppedAtRate):
     def step(self, settings: AdamSettings | None = None) -> StepResult:
         rate = self.rate()
@@ -766,6 +807,28 @@ class DecayCoupled(DecayOfTorch):
             rate,
             settings,
         )
+
+
+class NoDecay(DecayOfTorch):
+    decay = 0.0
+
+
+class RowsLeftOut(FsdpWorker):
+    """Rows of an untied embedding without a gradient keep their values and moments, as in a sparse optimizer."""
+
+    @torch.no_grad()
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        embedding = parameters_of(self)[EMBEDDING]
+        if is_tied(self) or embedding.grad is None:
+            return super().step(settings)
+        states = self._optimizer.states
+        changed = [embedding.to_local(), *(states[kind][EMBEDDING] for kind in states)]
+        unused_R = ~embedding.grad.to_local().any(dim=1)  # type: ignore[attr-defined]
+        kept = [tensor[unused_R] for tensor in changed]
+        result = super().step(settings)
+        for tensor, old in zip(changed, kept, strict=True):
+            tensor[unused_R] = old
+        return result
 
 
 class BetasExchanged(FsdpWorker):
@@ -1493,6 +1556,10 @@ MUTANTS = {
     "clips_twice_the_norm": Mutant(
         ClipsTwiceTheNorm, "W-74", "gradients are clipped to a norm of 2 instead of the configured one"
     ),
+    "clips_to_one": Mutant(ClipsToOne, "W-74", "gradients are clipped to a norm of 1, regardless of the configuration"),
+    "none_clips_to_one": Mutant(
+        NoneClipsToOne, "W-74", "gradients are clipped to a norm of 1 if `max_gradient_norm` is None"
+    ),
     "zero_norm_divides": Mutant(ZeroNormDivides, "W-74", "a gradient of 0 is divided by its norm"),
     "zero_steps_skipped": Mutant(ZeroStepsSkipped, "W-74", "a step with a gradient of 0 changes nothing"),
     "gradients_in_bfloat16": Mutant(GradientsInBfloat16, "W-74", "gradients are bfloat16"),
@@ -1509,10 +1576,20 @@ MUTANTS = {
     "first_rate_kept": Mutant(FirstRateKept, "W-74", "the learning rate of the schedule is reported but not used"),
     "no_bias_correction": Mutant(NoBiasCorrection, "W-74", "moments are not corrected for their initial value of 0"),
     "decay_of_torch": Mutant(DecayOfTorch, "W-74", "weights decay by 0.01, regardless of the configuration"),
+    "no_decay": Mutant(NoDecay, "W-74", "weights do not decay, regardless of the configuration"),
+    "rows_left_out": Mutant(
+        RowsLeftOut, "W-74", "rows of the embedding without a gradient in a step do not change in that step"
+    ),
     "decay_coupled": Mutant(DecayCoupled, "W-74", "weight decay is added to the gradient"),
     "betas_exchanged": Mutant(BetasExchanged, "W-74", "the two betas are exchanged"),
     "rate_of_the_next_step": Mutant(RateOfTheNextStep, "W-75", "the schedule is one step ahead"),
     "warm_up_from_zero": Mutant(WarmUpFromZero, "W-75", "the schedule is one step behind"),
+    "full_rate_after_the_end": Mutant(
+        FullRateAfterTheEnd, "W-75", "steps after `total_steps` have the full learning rate"
+    ),
+    "cosine_from_the_start": Mutant(
+        CosineFromTheStart, "W-75", "a cosine has fallen during the warm-up when the decay begins"
+    ),
     "schedule_stands_still": Mutant(ScheduleStandsStill, "W-75", "the schedule stays at its first step"),
     "wrong_dtype": Mutant(WrongDtype, "W-26", "tensors are bfloat16, but their specs are float32"),
     "index_lost": Mutant(IndexLost, "W-26", "every bucket has index 0"),

@@ -7,35 +7,64 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from inflight.conformance.checks import check, look_at, require, skip
-from inflight.conformance.worker.batches import accumulate, make_batch
+from inflight.conformance.worker.batches import accumulate, make_batch, take_steps
 from inflight.conformance.worker.gathering import Weights, gathered
 from inflight.conformance.worker.reference import ReferenceModel
+from inflight.conformance.worker.refusals import words_of
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import TrainerWorker
 from inflight.errors import ConfigError, UnsupportedError
 
 LEVEL = "step"
-_RATE, _DECAY, _MAX_NORM, _WARMUP, _TOTAL = 1e-2, 0.1, 1.0, 2, 9
-_OPTIMIZER = {"learning_rate": _RATE, "weight_decay": _DECAY, "max_gradient_norm": _MAX_NORM}
-_SCHEDULE = {"warmup_steps": _WARMUP, "schedule": "linear", "total_steps": _TOTAL}
-_SCALES = (8.0, 2.0**-9, 0.0, 1.0, 2.0**-13, 2.0**-8)
-"""Factors of the loss at each step. They give gradient norms of about 1,000, 0.3, 0, 100, 0.02 and 0.6; those of 1,000
-and 100 are clipped to 1."""
+_EMBEDDING = "model.embed_tokens.weight"
+_RATE, _WARMUP, _TOTAL = 1e-2, 2, 9
+_OPTIMIZER: Mapping[str, Any] = {"learning_rate": _RATE, "weight_decay": 0.1, "max_gradient_norm": 1.0}
+_SCHEDULE: Mapping[str, Any] = {"warmup_steps": _WARMUP, "schedule": "linear", "total_steps": _TOTAL}
+_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+}
+"""The factor of the full learning rate after this part of the decay, by schedule."""
+_TAKEN = _TOTAL + 2
+"""Number of steps that are compared with a schedule."""
 _TRUSTED = 20.0
 """An element is compared only if its gradient exceeds the root mean square of the tensor's gradient, multiplied by this
 factor and by the tolerance of gradients; the product of factor and tolerance is at most 1. AdamW divides by small
 gradients, which magnifies their rounding errors."""
 _BETAS = tuple(itertools.product((0.9, 0.95), (0.999, 0.95, 0.99, 0.98)))
 """The usual values; a worker may use any of these pairs."""
-_EPSILON = 1e-8
-"""This is too small to affect the elements that are compared."""
+_EPSILON, _LARGEST_EPSILON = 1e-8, 1e-7
+"""The usual value, and the largest one that a worker may use."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A configuration, and the factor of the loss at each step. A factor of 1 gives a gradient norm of about 100."""
+
+    name: str
+    tied: bool
+    optimizer: Mapping[str, Any]
+    scales: tuple[float, ...]
+
+
+_CASES = (
+    _Case("tied model", True, _OPTIMIZER, (8.0, 2.0**-9, 0.0, 1.0, 2.0**-13, 2.0**-8)),
+    # Most rows of an embedding that is not tied have a gradient in one of these steps at most.
+    _Case(
+        "untied model, max_gradient_norm 0.02, weight_decay 0.4",
+        False,
+        {**_OPTIMIZER, "max_gradient_norm": 0.02, "weight_decay": 0.4},
+        (8.0, 0.0, 2.0**-14),
+    ),
+    _Case("untied model, max_gradient_norm None", False, {**_OPTIMIZER, "max_gradient_norm": None}, (1.0, 2.0**-9)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +91,15 @@ class _Variant:
     moment_dtype: torch.dtype = torch.float64
     weight_dtype: torch.dtype | None = None
     factor_of_tied: float = 1.0
+    skips_rows: bool = False
+    """Rows of the embedding without a gradient, and their moments, do not change."""
     rate_shift: int = 0
     is_coupled: bool = False
 
 
 _FAULTS = (
     _Variant("gradients were never clipped", clipping="none"),
+    _Variant("gradients were clipped to a norm of 1", clipping="to 1"),
     _Variant("each tensor's gradient was clipped by its own norm", clipping="each"),
     _Variant("each element of the gradient was clipped", clipping="elements"),
     _Variant("the moments had the dtype bfloat16", moment_dtype=torch.bfloat16),
@@ -76,76 +108,132 @@ _FAULTS = (
     _Variant("the learning rate was that of the next step", rate_shift=1),
     _Variant("the learning rate was that of the step before", rate_shift=-1),
     _Variant("weight decay was part of the gradient", is_coupled=True),
+    _Variant("weights did not decay", weight_decay=0.0),
     _Variant("weights decayed by torch's default of 0.01", weight_decay=0.01),
+    _Variant("rows of the embedding without a gradient were left out", skips_rows=True),
 )
 
 
-@check("W-74", deadline_s=40)
+@check("W-74", deadline_s=60)
 @look_at(
     "clipping by the norm over all parameters and ranks, dtypes of moments and weights, parameters that the optimizer "
-    "has twice or not at all, the learning rate at the time of the step, a norm of 0"
+    "has twice or not at all, the learning rate at the time of the step, a norm of 0, settings that are constants in "
+    "the code, rows of an embedding that a sparse optimizer leaves out"
 )
 def a_step_is_one_of_adamw(subject: WorkerSubject) -> None:
-    """step() limits the gradient's norm over all parameters to max_gradient_norm, and takes a step of AdamW with the
-    reported learning rate: each tensor changes as it would in float64, whether gradients are small, zero, large or
-    clipped."""
+    """step() limits the gradient's norm over all parameters to max_gradient_norm (None disables clipping), and takes a
+    step of AdamW with weight_decay and the reported learning rate: each tensor changes as it would in float64, whether
+    gradients are small, zero, large or clipped."""
     if subject.target.options.get("optimizer", "adamw") != "adamw":
         skip(f"the option optimizer is {subject.target.options['optimizer']!r}, and the reference is AdamW")
-    for tied, scales in ((True, _SCALES), (False, _SCALES[:2])):
-        taken, problem = _take(subject, scales, tied=tied)
-        problem = problem or (_problem(subject, taken, "tied model" if tied else "untied model") if taken else "")
+    refusals, betas = [], None
+    for case in _CASES:
+        worker, settings, refusal = _create(subject, case)
+        if refusal:
+            subject.note(**{f"refused ({case.name})": refusal})
+        if worker is None:
+            refusals.append(refusal)
+            continue
+        taken, problem = _take(subject, worker, case)
+        if problem:
+            problem = f"{case.name}: {problem}"
+        elif taken:
+            problem, betas = _problem(subject, taken, settings, case.name, betas)
         subject.require_on_all_ranks(not problem, problem)
+    if len(refusals) == len(_CASES):
+        skip(f"it accepts none of the kit's optimizer settings: {refusals[0]}")
 
 
-@check("W-75")
-@look_at("the step that the schedule counts from, whether the rate is set before the optimizer's step or after it")
+@check("W-75", deadline_s=40)
+@look_at(
+    "the step that the schedule counts from, whether the rate is set before the optimizer's step or after it, the "
+    "progress of a cosine, and steps after the last one"
+)
 def the_rate_follows_the_schedule(subject: WorkerSubject) -> None:
     """The step from version v has the learning rate of the schedule at v: the warm-up reaches the full rate with the
-    step numbered warmup_steps, and the decay begins with the following step and reaches zero at total_steps."""
-    given = [name for name in (*_OPTIMIZER, *_SCHEDULE) if name in subject.target.options]
-    worker = create_scheduled(subject)
-    rates = []
-    for number in range(_TOTAL):
-        accumulate(worker, [make_batch((7,), seed=750 + number)])
-        rates.append(worker.step().learning_rate)
-    wanted = [_rate_at(version) for version in range(_TOTAL)]
-    subject.note(learning_rates=rates, expected=wanted)
-    if given:
+    step numbered warmup_steps, and the decay, linear or along a cosine, begins with the following step, reaches zero at
+    total_steps and stays there."""
+    found = {name: _rates(subject, {**_SCHEDULE, "schedule": name}) for name in _DECAYS}
+    judged = {name: rates for name, rates in found.items() if rates is not None}
+    subject.note(learning_rates=judged, refused=[name for name in found if name not in judged])
+    if given := [name for name in (*_OPTIMIZER, *_SCHEDULE) if name in subject.target.options]:
         skip(f"the schedule is that of the options {', '.join(given)}")
-    if _are_equal(rates, [_RATE] * _TOTAL):
+    if not judged:
+        judged = {"constant": _rates(subject, {}) or []}
+        subject.note(learning_rates=judged)
+    wanted = {name: [_rate_at(version, decay) for version in range(_TAKEN)] for name, decay in _DECAYS.items()}
+    full = wanted["constant"] = [_RATE] * _TAKEN
+    if all(_are_equal(rates, full) for rates in judged.values()):
         skip("it has no schedule: every step has the full learning rate, whatever warmup_steps and schedule are")
-    require(_are_equal(rates, wanted), f"the learning rates of {_TOTAL} steps are {rates}, not {wanted}")
+    subject.note(expected={name: wanted[name] for name in judged})
+    for name, rates in judged.items():
+        words = f"with the schedule {name}, the learning rates of {_TAKEN} steps are {rates}, not {wanted[name]}"
+        require(_are_equal(rates, wanted[name]), words)
 
 
-def _rate_at(version: int) -> float:
-    warmth = min(1.0, (version + 1) / _WARMUP)
-    return _RATE * warmth * min(1.0, (_TOTAL - version) / (_TOTAL - _WARMUP))
+def _rates(subject: WorkerSubject, schedule: Mapping[str, Any]) -> list[float] | None:
+    """Return the learning rates that the steps of a new worker report, or None if it refuses the schedule."""
+    try:
+        worker = subject.create(**_unless_given(subject, {**_OPTIMIZER, **schedule}))
+    except (ConfigError, UnsupportedError):
+        if not schedule:
+            raise
+        return None
+    results = take_steps(worker, [make_batch((7,), seed=750 + number) for number in range(_TAKEN)])
+    return [result.learning_rate for result in results]
+
+
+def _rate_at(version: int, decay: Callable[[float], float]) -> float:
+    if version < _WARMUP:
+        return _RATE * (version + 1) / _WARMUP
+    return _RATE * decay(min(1.0, (version - _WARMUP) / (_TOTAL - _WARMUP)))
 
 
 def _are_equal(rates: Sequence[float], wanted: Sequence[float]) -> bool:
     return all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-12) for pair in zip(rates, wanted, strict=True))
 
 
-def create_scheduled(subject: WorkerSubject, *, tied: bool = False) -> TrainerWorker:
-    """Return a worker with the kit's optimizer settings and, unless the worker refuses it, the kit's schedule."""
-    own: dict[str, Any] = {
-        name: it for name, it in {**_OPTIMIZER, **_SCHEDULE}.items() if name not in subject.target.options
-    }
+def _unless_given(subject: WorkerSubject, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are not options of the target, which take precedence."""
+    return {name: value for name, value in settings.items() if name not in subject.target.options}
+
+
+def create_scheduled(
+    subject: WorkerSubject, *, tied: bool = False, optimizer: Mapping[str, Any] = _OPTIMIZER
+) -> TrainerWorker:
+    """Return a worker with these optimizer settings and, unless the worker refuses it, the kit's schedule."""
+    own = _unless_given(subject, optimizer)
     try:
-        return subject.create(tied=tied, **own)
+        return subject.create(tied=tied, **own, **_unless_given(subject, _SCHEDULE))
     except (ConfigError, UnsupportedError):
-        return subject.create(tied=tied, **{name: it for name, it in own.items() if name in _OPTIMIZER})
+        return subject.create(tied=tied, **own)
 
 
-def _take(subject: WorkerSubject, scales: Sequence[float], *, tied: bool) -> tuple[list[_Taken], str]:
+def _create(subject: WorkerSubject, case: _Case) -> tuple[TrainerWorker | None, dict[str, Any], str]:
+    """Return a worker for a case, if it accepts the settings, with or without weight decay; its settings; and the error
+    with which it refused them."""
+    settings = {**case.optimizer, **subject.target.options}
+    try:
+        return create_scheduled(subject, tied=case.tied, optimizer=case.optimizer), settings, ""
+    except (ConfigError, UnsupportedError) as error:
+        refusal = words_of(error)
+    without = {name: value for name, value in case.optimizer.items() if name != "weight_decay"}
+    try:
+        worker = create_scheduled(subject, tied=case.tied, optimizer=without)
+    except (ConfigError, UnsupportedError):
+        return None, settings, refusal
+    return worker, {"weight_decay": 0.0, **without, **subject.target.options}, refusal
+
+
+def _take(subject: WorkerSubject, worker: TrainerWorker, case: _Case) -> tuple[list[_Taken], str]:
     """Take a step for each scale of the loss; return the steps (on rank 0), and the first error in a reported norm.
 
     All ranks call this.
     """
-    worker, reference = create_scheduled(subject, tied=tied), ReferenceModel(subject.model(tied=tied))
+    reference = ReferenceModel(subject.model(tied=case.tied))
     before, problem = gathered(worker), ""
     taken: list[_Taken] = []
-    for number, scale in enumerate(scales):
+    for number, scale in enumerate(case.scales):
         batches = [make_batch((14, 8), seed=740 + 10 * number + share) for share in range(subject.data_size)]
         accumulate(worker, [batches[subject.data_rank]], scale)
         result = worker.step()
@@ -161,63 +249,77 @@ def _take(subject: WorkerSubject, scales: Sequence[float], *, tied: bool) -> tup
     return taken, problem
 
 
-def _problem(subject: WorkerSubject, taken: Sequence[_Taken], what: str) -> str:
-    """Return an empty string if one choice of betas explains every change, or else the likeliest fault."""
+def _problem(
+    subject: WorkerSubject,
+    taken: Sequence[_Taken],
+    settings: Mapping[str, Any],
+    what: str,
+    known: tuple[float, float] | None,
+) -> tuple[str, tuple[float, float]]:
+    """Return an empty string if one choice of betas explains every change, or else the likeliest fault; and the betas.
+
+    ``known`` are those that explain an earlier case.
+    """
     best, apart, largest = _Variant(), {"": math.inf}, math.inf
-    for betas, (decay, dims) in itertools.product(_BETAS, ((None, 0), (None, 2), (0.0, 0))):
-        variant = _Variant(betas=betas, weight_decay=decay, decayed_dims=dims)
-        found = _apart(subject, taken, variant)
+    for betas, dims in itertools.product(_BETAS, (0, 2)):
+        variant = _Variant(betas=betas, decayed_dims=dims)
+        found = _apart(subject, taken, settings, variant)
         if max(found.values(), default=0.0) < largest:
             best, apart, largest = variant, found, max(found.values(), default=0.0)
         if largest <= 1.0:
             break
-    decays = "no tensor" if best.weight_decay == 0.0 else "matrices" if best.decayed_dims else "every tensor"
     relative = "difference, as a multiple of the tolerance"
+    decays = "matrices" if best.decayed_dims else "every tensor"
     measured = {"betas": best.betas, relative: largest, "weights that decay": decays}
     subject.note(**{f"{name} ({what})": value for name, value in measured.items()})
     if largest <= 1.0:
-        return ""
-    explained = {it.fault: max(_apart(subject, taken, replace(it, betas=best.betas)).values()) for it in _FAULTS}
+        return "", best.betas
+    betas = known or best.betas
+    explained = {it.fault: max(_apart(subject, taken, settings, replace(it, betas=betas)).values()) for it in _FAULTS}
     subject.note(**{f"difference if wrong ({what})": explained})
     likely, tensor = min(explained, key=lambda fault: explained[fault]), max(apart, key=lambda name: apart[name])
     why = f", as if {likely}" if explained[likely] < 0.5 * largest else ""
-    return (
-        f"{what}: {len(taken)} steps change {tensor} differently from AdamW, by {largest:.3g} times the tolerance{why}"
-    )
+    words = f"{what}: {len(taken)} steps change {tensor} differently from AdamW, by {largest:.3g} times the tolerance"
+    return words + why, betas
 
 
-def _apart(subject: WorkerSubject, taken: Sequence[_Taken], variant: _Variant) -> dict[str, float]:
+def _apart(
+    subject: WorkerSubject, taken: Sequence[_Taken], settings: Mapping[str, Any], variant: _Variant
+) -> dict[str, float]:
     """Return, for each tensor, the difference between its changes and those of a variant, divided by the tolerance."""
     tolerance, (beta1, beta2) = subject.tolerance, variant.betas
-    decay = subject.target.options.get("weight_decay", _DECAY) if variant.weight_decay is None else variant.weight_decay
-    max_norm: Any = subject.target.options.get("max_gradient_norm", _MAX_NORM)
+    decay = settings["weight_decay"] if variant.weight_decay is None else variant.weight_decay
     norms = [_norm(step.gradients.values()) for step in taken]
     found: dict[str, float] = {}
     for name, start in taken[0].before.items():
         first, second = torch.zeros_like(start, dtype=torch.float64), torch.zeros_like(start, dtype=torch.float64)
         trusted = torch.ones_like(start, dtype=torch.bool)
-        wrong, size, rounding = [], [], []
+        wrong, size, rounding, blurred = [], [], [], []
         for i, step in enumerate(taken):
             gradient, before = step.gradients[name], step.before[name].double()
             limit = min(1.0, _TRUSTED * tolerance.gradient) * gradient.square().mean().sqrt()
-            trusted &= (gradient.abs() > limit) | (limit == 0)
-            gradient = _clipped(gradient, norms[i], max_norm, variant.clipping)
+            trusted &= (gradient.abs() > limit) | (limit == 0) | ((gradient == 0) & (name == _EMBEDDING))
+            skipped = ~gradient.any(-1, keepdim=True) & (variant.skips_rows and name == _EMBEDDING)
+            gradient = _clipped(gradient, norms[i], settings["max_gradient_norm"], variant.clipping)
             own_decay = float(decay) if before.dim() >= variant.decayed_dims else 0.0
             if variant.is_coupled:
                 gradient = gradient + own_decay * before
-            first = (beta1 * first + (1 - beta1) * gradient).to(variant.moment_dtype).double()
-            second = (beta2 * second + (1 - beta2) * gradient**2).to(variant.moment_dtype).double()
+            moments = beta1 * first + (1 - beta1) * gradient, beta2 * second + (1 - beta2) * gradient**2
+            first = torch.where(skipped, first, moments[0].to(variant.moment_dtype).double())
+            second = torch.where(skipped, second, moments[1].to(variant.moment_dtype).double())
             mean, deviation = first / (1 - beta1 ** (i + 1)), (second / (1 - beta2 ** (i + 1))).sqrt()
             rate = taken[min(max(0, i + variant.rate_shift), len(taken) - 1)].rate
-            change = -rate * (mean / (deviation + _EPSILON) + (0.0 if variant.is_coupled else own_decay) * before)
-            if name == "model.embed_tokens.weight":
-                change = variant.factor_of_tied * change
+            adapted = mean / (deviation + _EPSILON)
+            change = -rate * (adapted + (0.0 if variant.is_coupled else own_decay) * before)
+            if name == _EMBEDDING:
+                change = variant.factor_of_tied * change.masked_fill(skipped, 0.0)
             if variant.weight_dtype is not None:
                 change = (before + change).to(variant.weight_dtype).double() - before
             wrong.append(step.after[name].double() - before - change)
             size.append(change)
             rounding.append(before)
-        allowed = tolerance.update * _norm(it[trusted] for it in size)
+            blurred.append(rate * adapted * _LARGEST_EPSILON / (deviation + _EPSILON))
+        allowed = tolerance.update * _norm(it[trusted] for it in size) + _norm(it[trusted] for it in blurred)
         allowed += 2 * tolerance.rounding * _norm(it[trusted] for it in rounding)
         if trusted.any() and allowed > 0:
             found[name] = _norm(it[trusted] for it in wrong) / allowed
@@ -225,6 +327,8 @@ def _apart(subject: WorkerSubject, taken: Sequence[_Taken], variant: _Variant) -
 
 
 def _clipped(gradient: torch.Tensor, norm: float, max_norm: float | None, clipping: str) -> torch.Tensor:
+    if clipping == "to 1":
+        max_norm = 1.0
     if max_norm is None or clipping == "none":
         return gradient
     if clipping == "elements":
