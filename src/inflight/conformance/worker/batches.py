@@ -6,7 +6,7 @@ Shape suffixes: T packed tokens.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -42,6 +42,32 @@ def make_batch(
         temperature_T=temperature_T if temperature is None else torch.full((num_tokens,), temperature),
         versions_T=torch.where(mask_T, 0, -1),
     )
+
+
+def segments_of_a_tree() -> MicroBatch:
+    """Return segments that share a prompt, and an unrelated one.
+
+    They include a branch from one of the segments, a repeated segment, and a copy of that segment with a different
+    token in the middle.
+    """
+    ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(62)).tolist()
+    prompt = ids[:9]
+    first = [*prompt, *ids[9:15]]
+    segments = [
+        *(first, [*prompt, *ids[15:17]], ids[17:21], [*first[:12], *ids[21:29]], first, [*prompt, *ids[29:36]]),
+        [*first[:4], ids[36], *first[5:]],
+    ]
+    return replace(
+        make_batch([len(segment) for segment in segments], seed=62, temperature=None),
+        token_ids_T=torch.tensor([token for segment in segments for token in segment]),
+        prefix_ids_T=prefix_ids_of(segments),
+    )
+
+
+def prefix_ids_of(segments: Sequence[Sequence[Hashable]]) -> torch.Tensor:
+    """Return `MicroBatch.prefix_ids_T` for segments of what the model computes its tokens from: ids or images."""
+    prefixes = [tuple(segment[: i + 1]) for segment in segments for i in range(len(segment))]
+    return torch.tensor([prefixes.index(prefix) for prefix in prefixes])
 
 
 def every_target(batch: MicroBatch) -> MicroBatch:

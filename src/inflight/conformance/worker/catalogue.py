@@ -11,6 +11,7 @@ from inflight.conformance.worker import (
     forward,
     gather,
     gradients,
+    images,
     lora,
     memory,
     packing,
@@ -21,6 +22,6 @@ from inflight.conformance.worker import (
 )
 
 CHECKS = checks_in(
-    *(discovery, forward, packing, routing, gradients, steps, adam, settings),
+    *(discovery, forward, packing, images, routing, gradients, steps, adam, settings),
     *(gather, memory, sharding, checkpoint, crashing, lora),
 )

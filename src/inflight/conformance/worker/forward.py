@@ -24,6 +24,9 @@ STEEPNESS = 16.0
 """Factor for the logits of one checkpoint. The logits then lie between -150 and 150, so that a cap at 50 or 100 is
 noticeable."""
 _COLDEST = 0.05
+_OF_SEVERAL_CHUNKS = (290, 330, 240, 310)
+"""Lengths of segments with more than 1,024 targets together. A head that holds only some logits at a time usually
+computes up to so many at once."""
 
 
 @check("W-04")
@@ -43,12 +46,17 @@ def logprobs_of_a_tied_model(subject: WorkerSubject) -> None:
     _compare(subject, make_batch((40,), seed=2), model=subject.model(tied=True))
 
 
-@check("W-06", look_at="temperature_T[t] divides the logits of the row that predicts token t; logprobs are not divided")
+@check("W-06")
+@look_at(
+    "temperature_T[t] divides the logits of the row that predicts token t; logprobs are not divided; a head that is "
+    "computed in chunks needs the temperatures of each chunk"
+)
 def each_token_has_its_own_temperature(subject: WorkerSubject) -> None:
-    """Each logprob is at its token's own temperature: the log softmax of the logits divided by the temperature."""
-    batch = make_batch((40,), seed=3, temperature=None)
+    """Each logprob is at its token's own temperature: the log softmax of the logits divided by the temperature, however
+    many targets a micro-batch has."""
+    batch = every_target(make_batch(_OF_SEVERAL_CHUNKS, seed=3, temperature=None))
     batch.temperature_T[::3], batch.temperature_T[1::3] = _COLDEST, 5.0
-    plain = ReferenceModel(subject.model()).logprobs(replace(batch, temperature_T=torch.ones(40)))
+    plain = ReferenceModel(subject.model()).logprobs(replace(batch, temperature_T=torch.ones(batch.num_tokens)))
     found = subject.create().forward(batch).detach().double()
     subject.note(
         difference_to_temperature_1=_largest(found - plain),
@@ -117,15 +125,18 @@ def logprobs_are_differentiable(subject: WorkerSubject) -> None:
 
 @check("W-66")
 @look_at(
-    "whether the normaliser is computed once for all tokens that are scored in one place, and their gradients are added"
+    "whether the normaliser is computed once for all tokens that are scored in one place, their gradients are added, "
+    "and the logits are divided by the temperature"
 )
 def given_targets(subject: WorkerSubject) -> None:
     """Where a worker scores target ids, logprobs [T, K] and their gradient are those that transformers computes for
-    these tokens in place of the packed ones, even if some are equal."""
+    these tokens in place of the packed ones, at the temperature of each position, even if some are equal."""
     worker, reference = subject.create(), ReferenceModel(subject.model())
     if not (isinstance(worker, TargetScoringWorker) and worker.scores_target_ids):
         skip("scores_target_ids is not supported")
-    batches = [_with_targets(make_batch((19, 1, 8), seed=70 + share)) for share in range(subject.data_size)]
+    batches = [
+        _with_targets(make_batch((19, 1, 8), seed=70 + share, temperature=None)) for share in range(subject.data_size)
+    ]
     batch = batches[subject.data_rank]
     logprobs_TK = worker.forward(batch)
     expected_TK = reference.logprobs(batch).detach()

@@ -6,17 +6,22 @@ Shape suffixes: T packed tokens.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from inflight.conformance.checks import check, look_at, require, skip
-from inflight.conformance.worker.batches import accumulate, every_target, loss_of, make_batch, part_of, segment_rows
+from inflight.conformance.worker.batches import (
+    accumulate,
+    every_target,
+    loss_of,
+    make_batch,
+    part_of,
+    segment_rows,
+    segments_of_a_tree,
+)
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
-from inflight.contracts import ImageWorker, PrefixSharingWorker
-from inflight.errors import ConfigError, UnsupportedError
-from inflight.model.images import image_url_of, load_image_processor
+from inflight.contracts import PrefixSharingWorker
 from inflight.types import MicroBatch
 
 LEVEL = "packing"
@@ -83,7 +88,7 @@ def shared_prefixes(subject: WorkerSubject) -> None:
     worker = subject.create()
     if not (isinstance(worker, PrefixSharingWorker) and worker.shares_prefixes):
         skip("shares_prefixes is not supported")
-    batch, reference = _tree(), ReferenceModel(subject.model())
+    batch, reference = segments_of_a_tree(), ReferenceModel(subject.model())
     with torch.no_grad():
         expected_T = reference.logprobs(batch)
     difference_T = (worker.forward(batch).detach().double() - expected_T).abs()
@@ -96,27 +101,6 @@ def shared_prefixes(subject: WorkerSubject) -> None:
     others = make_batch((7,), seed=3, targets=False)
     accumulate(worker, [batch if subject.data_rank == 0 else others])
     subject.compare_norm(worker, reference.gradient_norm([batch]), "of segments that share prefixes")
-
-
-def _tree() -> MicroBatch:
-    """Return segments that share a prompt, and an unrelated one.
-
-    They include a branch from one of the segments, a repeated segment, and a copy of that segment with a different
-    token in the middle.
-    """
-    ids = torch.randint(VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(62)).tolist()
-    prompt = ids[:9]
-    first = [*prompt, *ids[9:15]]
-    segments = [
-        *(first, [*prompt, *ids[15:17]], ids[17:21], [*first[:12], *ids[21:29]], first, [*prompt, *ids[29:36]]),
-        [*first[:4], ids[36], *first[5:]],
-    ]
-    prefixes = [tuple(segment[: i + 1]) for segment in segments for i in range(len(segment))]
-    return replace(
-        make_batch([len(segment) for segment in segments], seed=62, temperature=None),
-        token_ids_T=torch.tensor([prefix[-1] for prefix in prefixes]),
-        prefix_ids_T=torch.tensor([prefixes.index(prefix) for prefix in prefixes]),
-    )
 
 
 @check("W-14", look_at="an early return that leaves other ranks in a collective, or a constant that backward() refuses")
@@ -149,66 +133,3 @@ def _problems_of_nothing(logprobs_T: torch.Tensor, batch: MicroBatch) -> list[st
     if not logprobs_T.requires_grad:
         problems.append(f"{kind} gives logprobs that do not depend on the parameters")
     return problems
-
-
-@check("W-46")
-@look_at(
-    "image_rows_M: which features fill which packed tokens, and whether gradients reach the vision tower; a rank "
-    "without images must take part in the collectives of its vision tower"
-)
-def segments_with_images(subject: WorkerSubject) -> None:
-    """Where a worker supports images, segments with images have the logprobs and gradients that transformers computes
-    from each of them alone, even if they are packed with segments that have other images or none."""
-    if not subject.reports_images:
-        skip("images are not supported: it is not an ImageWorker")
-    model = subject.seeing_model()
-    try:
-        worker = subject.create(model=model)
-    except (UnsupportedError, ConfigError) as error:
-        skip(f"it accepts no model with images: {error}")
-    if not (isinstance(worker, ImageWorker) and worker.takes_images):
-        skip("images are not supported")
-    batch, reference = _batch_with_images(model), ReferenceModel(model)
-    with torch.no_grad():
-        expected_T = reference.logprobs(batch)
-    found_T = worker.forward(batch)
-    difference = float((found_T.detach().double() - expected_T).abs().max())
-    subject.note(largest_difference=difference, allowed=subject.tolerance.logprob)
-    subject.require_on_all_ranks(
-        difference <= subject.tolerance.logprob, f"logprobs after images differ by up to {difference:.2e} nats"
-    )
-    mine = batch if subject.rank == 0 else replace(make_batch((7,), seed=3, targets=False), group_ids_S=None)
-    accumulate(worker, [mine])
-    subject.compare_norm(worker, reference.gradient_norm([batch]), "segments with images")
-
-
-def _batch_with_images(model: Path) -> MicroBatch:
-    """Return four segments: three with one, no and two images, and the first one's tokens with a different image."""
-    from PIL import Image  # needed for this check only
-
-    images = load_image_processor(model)
-    assert images is not None
-    colours = ((220, 30, 30), (30, 40, 220), (20, 200, 60))
-    urls = [image_url_of(Image.new("RGB", (28, 28), colour)) for colour in colours]
-    segments: list[tuple[int, ...]] = []
-    rows: list[int] = []
-    shown: list[str] = []
-    for own in ([urls[0]], [], [urls[1], urls[2]], [urls[2]]):
-        rendered = [token for _ in own for token in (97, images.placeholder_id)]
-        token_ids, placed = images.placed([*rendered, *b"which colour?"], own)
-        start = sum(map(len, segments))
-        rows += [start + row for image in placed for row in range(image.start, image.end)]
-        segments.append(token_ids)
-        shown += own
-    batch = make_batch([len(token_ids) for token_ids in segments], seed=46)
-    rows_M = torch.tensor(rows)
-    mask_T = batch.loss_mask_T.clone()
-    mask_T[rows_M] = False
-    return replace(
-        batch,
-        token_ids_T=torch.tensor([token for token_ids in segments for token in token_ids]),
-        loss_mask_T=mask_T,
-        behaviour_logprobs_T=torch.where(mask_T, batch.behaviour_logprobs_T, 0.0),
-        image_rows_M=rows_M,
-        image_tensors=images.tensors(shown),
-    )
