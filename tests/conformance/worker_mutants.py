@@ -193,6 +193,28 @@ def logprobs_by(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) ->
         rows.chunked_logprobs = right
 
 
+class FirstChunksTemperatures(FsdpWorker):
+    """Every chunk of 1,024 targets is computed with the temperatures of the first chunk."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        right = rows.chunked_logprobs
+
+        def changed(
+            hidden_NH: torch.Tensor,
+            weight_VH: torch.Tensor,
+            ids_N: torch.Tensor,
+            temperature_N: torch.Tensor,
+            **own: Any,
+        ) -> torch.Tensor:
+            return right(hidden_NH, weight_VH, ids_N, temperature_N[torch.arange(len(temperature_N)) % 1024], **own)
+
+        rows.chunked_logprobs = changed
+        try:
+            return super().forward(batch)
+        finally:
+            rows.chunked_logprobs = right
+
+
 class LogitsClamped(FsdpWorker):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         with logprobs_by(lambda logits, temperature: (logits.clamp(-50, 50) / temperature).log_softmax(-1)):
@@ -250,6 +272,16 @@ class TowerFrozen(FsdpWorker):
         return super().step()
 
 
+class ImagesByPlace(FsdpWorker):
+    """Images fill the tokens that are computed at the places of the packed tokens."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        if batch.prefix_ids_T is not None and batch.image_rows_M is not None:
+            first_C = batch.prefix_ids_T.unique()
+            batch = replace(batch, image_rows_M=first_C[batch.image_rows_M.clamp(max=len(first_C) - 1)])
+        return super().forward(batch)
+
+
 class PrefixesByLastToken(FsdpWorker):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         if batch.prefix_ids_T is not None:
@@ -283,6 +315,18 @@ class ExpertsOfTheTokenBefore(FsdpWorker):
         return super().forward(
             replace(batch, routed_experts_TLK=None if experts_TLK is None else experts_TLK.roll(1, dims=0))
         )
+
+
+class ExpertsByPlace(FsdpWorker):
+    """The i-th token that is computed has the experts of the i-th packed token."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        if batch.prefix_ids_T is None or batch.routed_experts_TLK is None:
+            return super().forward(batch)
+        first_C = batch.prefix_ids_T.unique()
+        experts_TLK = batch.routed_experts_TLK.clone()
+        experts_TLK[first_C] = batch.routed_experts_TLK[: len(first_C)]
+        return super().forward(replace(batch, routed_experts_TLK=experts_TLK))
 
 
 class RouterFrozen(FsdpWorker):
@@ -1414,6 +1458,13 @@ class FirstTargetLearns(FsdpWorker):
         return torch.cat([logprobs[:, :1], logprobs[:, 1:].detach()], dim=1)
 
 
+class TargetsAtTemperatureOne(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        if batch.target_ids_TK is not None:
+            batch = replace(batch, temperature_T=torch.ones_like(batch.temperature_T))
+        return super().forward(batch)
+
+
 class TargetsIgnored(FsdpWorker):
     @property
     def scores_target_ids(self) -> bool:
@@ -1440,6 +1491,31 @@ class ClipsAsConfigured(FsdpWorker):
         if settings is not None:
             settings = replace(settings, max_gradient_norm=self._config.max_gradient_norm)
         return super().step(settings)
+
+
+class SettingsStick(FsdpWorker):
+    """Later steps without settings use all of them except the learning rate and the clipping norm."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        result = super().step(settings)
+        if settings is not None:
+            own = self._optimizer._own_settings
+            own.update({name: getattr(settings, name) for name in own})
+        return result
+
+
+class RateSticks(FsdpWorker):
+    """Later steps without settings use the last learning rate, but report the configured one."""
+
+    _latest: AdamSettings | None = None
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        self._latest = settings or self._latest
+        if settings is not None or self._latest is None:
+            return super().step(settings)
+        own, rate = self._config, learning_rate_at(self._version, self._config)
+        kept = AdamSettings(self._latest.learning_rate, own.betas, own.eps, own.weight_decay, own.max_gradient_norm)
+        return replace(super().step(kept), learning_rate=rate)
 
 
 class KeepsMoments(FsdpWorker):
@@ -1476,6 +1552,9 @@ MUTANTS = {
     "temperature_after_softmax": Mutant(
         TemperatureAfterSoftmax, "W-06", "logprobs, not logits, are divided by the temperature"
     ),
+    "first_chunks_temperatures": Mutant(
+        FirstChunksTemperatures, "W-06", "each chunk of 1,024 targets has the temperatures of the first chunk"
+    ),
     "logits_clamped": Mutant(LogitsClamped, "W-04", "logits are clamped at 50"),
     "logits_soft_capped": Mutant(LogitsSoftCapped, "W-04", "logits are soft-capped at 100"),
     "logprobs_bounded": Mutant(LogprobsBounded, "W-04", "no logprob is below -80"),
@@ -1496,9 +1575,15 @@ MUTANTS = {
     ),
     "siblings_seen": Mutant(SiblingsSeen, "W-62", "segments that share a prefix see each other"),
     "images_reversed": Mutant(ImagesReversed, "W-46", "the last image of a micro-batch fills the first placeholders"),
+    "images_by_place": Mutant(
+        ImagesByPlace, "W-46", "images after a shared prefix are shifted by the tokens that are not computed again"
+    ),
     "tower_frozen": Mutant(TowerFrozen, "W-46", "the vision tower gets no gradient"),
     "experts_of_the_token_before": Mutant(
         ExpertsOfTheTokenBefore, "W-60", "each token is computed with the experts of the token before it"
+    ),
+    "experts_by_place": Mutant(
+        ExpertsByPlace, "W-60", "recorded experts after a shared prefix are those of other tokens"
     ),
     "router_frozen": Mutant(RouterFrozen, "W-60", "the routers get no gradient"),
     "experts_ignored": Mutant(ExpertsIgnored, "W-61", "a worker that cannot replay recorded experts ignores them"),
@@ -1510,10 +1595,19 @@ MUTANTS = {
     "tied_head_detached": Mutant(TiedHeadDetached, "W-16", "a tied head gives the embedding no gradient"),
     "first_target_only": Mutant(FirstTargetOnly, "W-66", "only the first of the given tokens is scored"),
     "first_target_learns": Mutant(FirstTargetLearns, "W-66", "only the first of the given tokens has a gradient"),
+    "targets_at_temperature_one": Mutant(TargetsAtTemperatureOne, "W-66", "given tokens are scored at temperature 1"),
     "targets_ignored": Mutant(TargetsIgnored, "W-67", "a worker that does not support target ids ignores them"),
     "rate_only": Mutant(RateOnly, "W-63", "of the settings of a step, only the learning rate is used"),
     "clips_as_configured": Mutant(
         ClipsAsConfigured, "W-63", "gradients are clipped to the worker's configured norm instead of the step's"
+    ),
+    "settings_stick": Mutant(
+        SettingsStick,
+        "W-63",
+        "later steps without settings use the weight decay, betas and epsilon of the last settings",
+    ),
+    "rate_sticks": Mutant(
+        RateSticks, "W-63", "later steps without settings use the learning rate of the last settings"
     ),
     "keeps_moments": Mutant(KeepsMoments, "W-64", "a load without the optimizer also loads the optimizer's state"),
     "keeps_the_version": Mutant(KeepsTheVersion, "W-64", "a load without the optimizer does not change the version"),
