@@ -46,7 +46,7 @@ def logprobs_of_a_tied_model(subject: WorkerSubject) -> None:
     _compare(subject, make_batch((40,), seed=2), model=subject.model(tied=True))
 
 
-@check("W-06")
+@check("W-06", deadline_s=30)
 @look_at(
     "temperature_T[t] divides the logits of the row that predicts token t; logprobs are not divided; a head that is "
     "computed in chunks needs the temperatures of each chunk"

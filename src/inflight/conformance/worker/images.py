@@ -42,7 +42,7 @@ _SHARING: tuple[tuple[tuple[int, ...], bytes], ...] = (
 one has another image after the shared one."""
 
 
-@check("W-46")
+@check("W-46", deadline_s=40)
 @look_at(
     "image_rows_M: which features fill which packed tokens, also if shared prefixes are computed once; whether "
     "gradients reach the vision tower; a rank without images must take part in the collectives of its vision tower"

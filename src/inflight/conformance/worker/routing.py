@@ -22,7 +22,7 @@ _LAYERS, _EXPERTS, _CHOSEN = 2, 4, 2
 """Sizes of the kit's mixture of experts: layers, experts per layer, and experts per token."""
 
 
-@check("W-60")
+@check("W-60", deadline_s=30)
 @look_at(
     "which token a row of routed_experts_TLK belongs to (token t as an input), whether the weights are the router's "
     "own shares of the recorded experts, differentiable, whether tokens with -1 are routed freely, and, where prefixes "
