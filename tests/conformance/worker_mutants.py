@@ -1188,6 +1188,35 @@ class PendingGradientsKept(FsdpWorker):
             parameter.grad = gradient
 
 
+class PendingGradientsKeptByWeights(FsdpWorker):
+    """Gradients are cleared only by a load that includes the optimizer."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        kept = {name: p.grad for name, p in trained_of(self).items()}, self._has_gradients
+        super().load(path, optimizer=optimizer)
+        if not optimizer:
+            gradients, self._has_gradients = kept
+            for name, parameter in trained_of(self).items():
+                parameter.grad = gradients[name]
+
+
+class WholeParametersKept(FsdpWorker):
+    """A load leaves layers gathered that a forward pass without a backward pass has gathered."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        self._forget_whole_parameters = lambda: None  # type: ignore[method-assign]
+        super().load(path, optimizer=optimizer)
+        del self._forget_whole_parameters
+
+
+class SaveClears(FsdpWorker):
+    """A save clears the gradients, to free memory for its copies."""
+
+    def save(self, path: Path) -> None:
+        self._clear_gradients()
+        super().save(path)
+
+
 class MomentsLost(FsdpWorker):
     def load(self, path: Path) -> None:
         super().load(path)
@@ -1333,6 +1362,16 @@ class TrustsLeftovers(FsdpWorker):
             fresh.rename(path)
         else:
             super().save(path)
+
+
+class OldRemovedFirst(FsdpWorker):
+    """Begins by removing what earlier saves have left next to the path."""
+
+    def save(self, path: Path) -> None:
+        if self.rank == 0:
+            for left in path.parent.glob(f".{path.name}.*"):
+                shutil.rmtree(left)
+        super().save(path)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -1719,6 +1758,10 @@ MUTANTS = {
         GroupOfOneRank, "W-73", "a rank forms a process group that the other ranks do not form", num_ranks=2
     ),
     "version_lost": Mutant(VersionLost, "W-35", "a loaded worker is at version 0"),
+    "whole_parameters_kept": Mutant(
+        WholeParametersKept, "W-35", "after a load, forward passes use parameters that were gathered before it"
+    ),
+    "save_clears": Mutant(SaveClears, "W-36", "`save` clears the gradients"),
     "moments_lost": Mutant(MomentsLost, "W-36", "loading a checkpoint resets the optimizer"),
     "moments_kept": Mutant(MomentsKept, "W-36", "a load after the first step keeps the worker's own moments"),
     "count_lost": Mutant(CountLost, "W-36", "loading a checkpoint resets the optimizer's step count"),
@@ -1738,6 +1781,9 @@ MUTANTS = {
     ),
     "leaves_a_lock": Mutant(LeavesALock, "W-76", "an interrupted save blocks later ones"),
     "trusts_leftovers": Mutant(TrustsLeftovers, "W-76", "`save` treats the files of an interrupted save as its own"),
+    "old_removed_first": Mutant(
+        OldRemovedFirst, "W-76", "`save` first removes the checkpoint that an interrupted save left next to the path"
+    ),
     "alpha_ignored": Mutant(AlphaIgnored, "W-47", "a LoRA is added without its scale"),
     "half_trained": Mutant(HalfTrained, "W-47", "matrix A of the LoRA gets no gradient"),
     "base_decays": Mutant(BaseDecays, "W-48", "norms decay while a LoRA is trained"),
@@ -1747,4 +1793,7 @@ MUTANTS = {
     "lora_not_read": Mutant(LoraNotRead, "W-50", "`load` leaves the LoRA unchanged"),
     "no_adapter_files": Mutant(NoAdapterFiles, "W-50", "the LoRA is not saved as PEFT's files"),
     "pending_gradients_kept": Mutant(PendingGradientsKept, "W-44", "`load` keeps earlier gradients"),
+    "pending_gradients_kept_by_weights": Mutant(
+        PendingGradientsKeptByWeights, "W-44", "`load` keeps earlier gradients if it loads the weights alone"
+    ),
 }

@@ -89,8 +89,8 @@ class PlainWorker:
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial)
             raise CheckpointError(f"{path} cannot be written: {error}") from error
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
+        if path.exists():  # otherwise the old one may be the only complete checkpoint
+            shutil.rmtree(old, ignore_errors=True)
             path.rename(old)
         partial.rename(path)
         shutil.rmtree(old, ignore_errors=True)

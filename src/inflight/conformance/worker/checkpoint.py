@@ -7,6 +7,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from inflight.base.shortened import shortened
@@ -17,7 +18,7 @@ from inflight.conformance.worker.gathering import compare_changes, differing, ga
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import WorkerSubject
-from inflight.contracts import TrainerWorker
+from inflight.contracts import AdjustableWorker, TrainerWorker
 from inflight.errors import CheckpointError, TrainerError
 from inflight.types import StepResult
 
@@ -25,15 +26,21 @@ LEVEL = "checkpoint"
 _LENGTHS = (9, 12, 5, 7)
 
 
-@check("W-35", look_at="weights must be saved in the dtype they are trained in; the version is part of the checkpoint")
+@check("W-35", deadline_s=30)
+@look_at(
+    "weights must be saved in the dtype they are trained in; the version is part of the checkpoint; gathered or cast "
+    "copies of parameters that outlive a forward pass without a backward pass"
+)
 def load_restores_weights_and_version(subject: WorkerSubject) -> None:
-    """load() restores the weights, bit for bit, and the version that save() wrote."""
-    worker, path = subject.create(), subject.fresh_path("saved")
+    """load() restores the weights, bit for bit, and the version that save() wrote; later forward passes use the loaded
+    weights."""
+    worker, path = create_scheduled(subject), subject.fresh_path("saved")
     _train(worker, subject, 0, 1)
     worker.save(path)
     saved = gathered(worker)
     _train(worker, subject, 2, 3)
-    for name, other in {"a new worker": subject.create(), "the worker that continued": worker}.items():
+    before_T, new = _logprobs(worker, subject), create_scheduled(subject)
+    for name, other in {"a new worker": new, "the worker that continued": worker}.items():
         other.load(path)
         changed, version = differing(saved, gathered(other)), other.version
         subject.note(**{f"version ({name})": version, f"differing tensors ({name})": len(changed)})
@@ -41,11 +48,25 @@ def load_restores_weights_and_version(subject: WorkerSubject) -> None:
         subject.require_on_all_ranks(
             not changed, f"{name} has weights that differ from the saved ones: {shortened(changed)}"
         )
+    expected_T, found_T = _logprobs(new, subject), _logprobs(worker, subject)
+    apart, moved = (float((expected_T - it_T).abs().max()) for it_T in (found_T, before_T))
+    subject.note(**{"logprobs apart after the load": apart, "logprobs apart before the load": moved})
+    subject.require_on_all_ranks(
+        apart <= subject.tolerance.logprob,
+        f"logprobs of the worker that continued differ after the load by up to {apart:.2e} nats from those of a new "
+        f"worker that loaded the same checkpoint, and by up to {moved:.2e} nats before it",
+    )
 
 
-@check("W-36", look_at="the optimizer's moments and its count of steps, the schedule's position")
+@check("W-36", deadline_s=30)
+@look_at(
+    "the optimizer's moments and its count of steps, the schedule's position, gradients that save() clears or that it "
+    "leaves out of the next step"
+)
 def training_continues_after_a_load(subject: WorkerSubject) -> None:
-    """load() restores the optimizer and the schedule: later steps are the same as without a save and a load."""
+    """load() restores the optimizer and the schedule: later steps are the same as without a save and a load. A save()
+    between backward() and step() changes nothing: the step has the whole gradient."""
+    _require_gradients_kept(subject)
     steady, path = create_scheduled(subject), subject.fresh_path("resumed")
     _train(steady, subject, 0, 1)
     steady.save(path)
@@ -181,26 +202,52 @@ def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None
     require(again.version == 2, f"a save after the failed one is loaded as version {again.version}, not 2")
 
 
-@check("W-44")
+@check("W-44", deadline_s=30)
 @look_at("zero_grad in load(), on the tensors that backward() fills; buffers of a pending reduction")
 def load_drops_pending_gradients(subject: WorkerSubject) -> None:
-    """load() discards the gradients of every preceding backward()."""
+    """load() discards the gradients of every preceding backward(), even if it loads the weights alone."""
     worker, path, reference = subject.create(), subject.fresh_path("pending"), ReferenceModel(subject.model())
     worker.save(path)
     batches = [make_batch((18,), seed=300 + rank) for rank in range(subject.data_size)]
-    accumulate(worker, [batches[subject.data_rank]])
-    worker.load(path)
-    error = error_of(worker.step)
-    subject.note(**{"step after the load": words_of(error)})
-    subject.require_on_all_ranks(
-        isinstance(error, TrainerError),
-        f"a step after backward() and load() raises {words_of(error)}, not TrainerError: gradients are left",
-    )
-    accumulate(worker, [batches[subject.data_rank]], 2.0)
-    worker.load(path)
-    accumulate(worker, [batches[subject.data_rank]])
-    what = "the first step after a load, to which no backward before the load may contribute"
-    subject.compare_norm(worker, reference.gradient_norm(batches), what)
+    expected, mine = reference.gradient_norm(batches), batches[subject.data_rank]
+    loads = {"load()": partial(worker.load, path)}
+    if isinstance(worker, AdjustableWorker) and worker.takes_step_settings:
+        loads["load(optimizer=False)"] = partial(worker.load, path, optimizer=False)
+    for name, load in loads.items():
+        accumulate(worker, [mine])
+        load()
+        error = error_of(worker.step)
+        subject.note(**{f"step after {name}": words_of(error)})
+        subject.require_on_all_ranks(
+            isinstance(error, TrainerError),
+            f"a step after backward() and {name} raises {words_of(error)}, not TrainerError: gradients are left",
+        )
+        accumulate(worker, [mine], 2.0)
+        load()
+        accumulate(worker, [mine])
+        what = f"the first step after {name}, to which no earlier backward() may contribute"
+        subject.compare_norm(worker, expected, what)
+
+
+def _require_gradients_kept(subject: WorkerSubject) -> None:
+    """Fail unless gradients survive a save. All ranks call this."""
+    pairs = [
+        [make_batch((11, 6), seed=310 + rank), make_batch((3, 14), seed=320 + rank)] for rank in range(subject.data_size)
+    ]
+    expected = ReferenceModel(subject.model()).gradient_norm([batch for pair in pairs for batch in pair])
+    mine = pairs[subject.data_rank]
+    for num_before, which in ((1, "the first of two calls"), (2, "the last call")):
+        worker = create_scheduled(subject)
+        accumulate(worker, mine[:num_before])
+        worker.save(subject.fresh_path("between"))
+        accumulate(worker, mine[num_before:])
+        subject.compare_norm(worker, expected, f"a step after a save() that followed {which} of backward()")
+
+
+def _logprobs(worker: TrainerWorker, subject: WorkerSubject) -> torch.Tensor:
+    """Return the logprobs [T] of this rank's micro-batch, computed without gradients."""
+    with torch.no_grad():
+        return worker.forward(make_batch((23,), seed=190 + subject.data_rank)).detach().double().cpu()
 
 
 def _train(worker: TrainerWorker, subject: WorkerSubject, *seeds: int) -> StepResult:

@@ -7,10 +7,8 @@ state in which a crash at that instant would leave it.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ import torch
 from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at
 from inflight.conformance.worker.batches import accumulate, make_batch
+from inflight.conformance.worker.file_events import listening
 from inflight.conformance.worker.gathering import differing, distance, gathered
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import WorkerSubject
@@ -28,8 +27,6 @@ from inflight.errors import CheckpointError
 
 LEVEL = "checkpoint"
 _NAME = "checkpoint"
-_CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "shutil.")
-_WRITES = os.O_WRONLY | os.O_RDWR
 
 
 class _State(NamedTuple):
@@ -49,10 +46,8 @@ class _Instants:
         self.found: list[Path] = []
 
     def note(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Copy the directory if this audit event announces a change to a file and the directory has changed since the
-        last copy."""
-        is_change = event.startswith(_CHANGES) or (event == "open" and bool(arguments[2] & _WRITES))
-        if not is_change or self._is_copying:
+        """Copy the directory if it has changed since the last copy."""
+        if self._is_copying:
             return
         self._is_copying = True
         try:
@@ -73,27 +68,6 @@ class _Instants:
             self.found.append(copy)
 
 
-_watched: list[_Instants] = []
-"""The objects that currently receive events. An audit hook cannot be removed from a process."""
-
-
-@contextlib.contextmanager
-def _watching(instants: _Instants) -> Iterator[None]:
-    if not hasattr(_watching, "hook"):
-        vars(_watching)["hook"] = _note
-        sys.addaudithook(_note)
-    _watched.append(instants)
-    try:
-        yield
-    finally:
-        _watched.clear()
-
-
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    for instants in _watched:
-        instants.note(event, arguments)
-
-
 @check("W-76", deadline_s=60)
 @look_at(
     "what is at the path between removing the old checkpoint and renaming the new one, files that are written one "
@@ -102,7 +76,7 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
 def a_save_that_ends_in_the_middle(subject: WorkerSubject) -> None:
     """Whenever a save() ends, even in the middle, its path contains the complete previous or new checkpoint, or the
     complete previous one lies next to it; if there was none, load() raises CheckpointError or loads the new one. A
-    later save() succeeds."""
+    later save() succeeds, and may end in the middle too."""
     worker, states = subject.create(), {}
     directory, copies = subject.fresh_path("crash"), subject.fresh_path("crash-copies")
     if subject.rank == 0:
@@ -111,29 +85,80 @@ def a_save_that_ends_in_the_middle(subject: WorkerSubject) -> None:
     loaded = subject.create()
     for version in (1, 2):
         _step(worker, subject, version)
-        instants = _Instants(directory, copies / str(version))
-        with _watching(instants) if subject.rank == 0 else contextlib.nullcontext():
-            worker.save(directory / _NAME)
+        found = _save_observed(subject, worker, directory, copies / str(version))
         loaded.load(directory / _NAME)
         now = gathered(loaded)
         _step(loaded, subject, 10)
         states[version] = _State(now, gathered(loaded))
-        (found, *_) = subject.ranks.exchange([str(copy) for copy in instants.found])
         subject.note(**{f"instants of save {version}": len(found)})
-        for number, copy in enumerate(map(Path, found), 1):
-            problem = _problem_at(subject, loaded, copy, states)
-            words = f"if save() number {version} ends at instant {number} of {len(found)}: {problem}"
-            subject.require_on_all_ranks(not problem, words)
-        if version == 1:
-            unfinished = [copy for copy in map(Path, found) if not (copy / _NAME).exists()]
-            for path in [copy / _NAME for copy in unfinished[-1:]]:
-                saved, wanted = gathered(loaded), loaded.version
-                error = error_of(partial(loaded.save, path)) or error_of(partial(loaded.load, path))
-                words = f"a save at the path of one that had ended just before completion raises {words_of(error)}"
-                subject.require_on_all_ranks(error is None, words)
-                is_right = loaded.version == wanted and not differing(saved, gathered(loaded))
-                words = "a save at the path of one that had ended just before completion is loaded as something else"
-                subject.require_on_all_ranks(is_right, words)
+        _require_complete(subject, loaded, found, states, f"save() number {version}")
+        unfinished = [copy for copy in found if not (copy / _NAME).exists()][-1:]
+        for copy in unfinished:
+            if version == 1:
+                _require_a_later_save(subject, loaded, copy / _NAME)
+            else:
+                _save_again(subject, worker, loaded, copy, copies / "again", states)
+
+
+def _save_observed(subject: WorkerSubject, worker: TrainerWorker, directory: Path, copies: Path) -> list[Path]:
+    """Save a checkpoint below ``directory``; return a copy of the directory for each instant of rank 0. All ranks call
+    this."""
+    instants = _Instants(directory, copies)
+    with listening(instants.note) if subject.rank == 0 else contextlib.nullcontext():
+        worker.save(directory / _NAME)
+    (found, *_) = subject.ranks.exchange([str(copy) for copy in instants.found])
+    return [Path(copy) for copy in found]
+
+
+def _require_complete(
+    subject: WorkerSubject, worker: TrainerWorker, found: Sequence[Path], states: Mapping[int, _State], what: str
+) -> None:
+    """Fail unless there is a complete checkpoint at each of these instants. All ranks call this."""
+    for number, copy in enumerate(found, 1):
+        problem = _problem_at(subject, worker, copy, states)
+        words = f"if {what} ends at instant {number} of {len(found)}: {problem}"
+        subject.require_on_all_ranks(not problem, words)
+
+
+def _require_a_later_save(subject: WorkerSubject, worker: TrainerWorker, path: Path) -> None:
+    """Fail unless a save succeeds at the path of one that left nothing there. All ranks call this."""
+    saved, wanted = gathered(worker), worker.version
+    error = error_of(partial(worker.save, path))
+    what = "a save at the path of one that had ended just before completion"
+    _require_loaded(subject, worker, path, error, wanted, saved, what)
+
+
+def _save_again(
+    subject: WorkerSubject,
+    worker: TrainerWorker,
+    loaded: TrainerWorker,
+    directory: Path,
+    copies: Path,
+    states: Mapping[int, _State],
+) -> None:
+    """Save the latest version where a save has ended while nothing was at its path, and judge every instant of that
+    second save too. All ranks call this."""
+    found = _save_observed(subject, worker, directory, copies)
+    subject.note(**{"instants of a save after an interrupted one": len(found)})
+    what = "a save at the path of one that had ended with no checkpoint there"
+    _require_complete(subject, loaded, found, states, what)
+    _require_loaded(subject, loaded, directory / _NAME, None, worker.version, states[worker.version].now, what)
+
+
+def _require_loaded(
+    subject: WorkerSubject,
+    worker: TrainerWorker,
+    path: Path,
+    error: Exception | None,
+    version: int,
+    weights: Mapping[str, torch.Tensor],
+    what: str,
+) -> None:
+    """Fail unless the save that ``what`` names raised no error, and its weights and version are loaded."""
+    error = error or error_of(partial(worker.load, path))
+    subject.require_on_all_ranks(error is None, f"{what} raises {words_of(error)}")
+    is_right = worker.version == version and not differing(weights, gathered(worker))
+    subject.require_on_all_ranks(is_right, f"{what} is loaded as something else")
 
 
 def _problem_at(subject: WorkerSubject, worker: TrainerWorker, copy: Path, states: Mapping[int, _State]) -> str:
