@@ -91,16 +91,18 @@ def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | 
             failure = first_failure(_write_own(fresh / name, tensors, device, group), device, group)
         if failure is None:
             checksums[name], failure = _checksums_of(fresh / name, device, group)
+    own: str | None = None
     if is_writer and failure is None:
         try:
             counters = {"edition": _EDITION, "version": state.version, "optimizer_steps": state.optimizer_steps}
             _write_file(fresh / TRAINER, json.dumps({**counters, CHECKSUMS: checksums}) + "\n")
             _put_in_place(fresh, path)
         except OSError as error:
-            failure = _reason(error)
-    if is_writer and failure is not None:
+            own = _reason(error)
+    if is_writer and (failure or own) is not None:
         shutil.rmtree(fresh, ignore_errors=True)
-    failure = first_failure(failure, device, group)
+    own = first_failure(own, device, group)  # after an earlier failure too, to wait until rank 0 has cleaned up
+    failure = failure or own
     if failure is not None:
         raise CheckpointError(f"no checkpoint was written to {path}: {failure}; an earlier checkpoint there is intact")
 

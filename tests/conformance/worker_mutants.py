@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,13 +20,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from inflight.contracts import WorkerKind
 from inflight.errors import CheckpointError, NonFiniteError, TransferError
 from inflight.types import AdamSettings, MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, Sharding, TensorSpec
-from inflight_fsdp import rows
+from inflight_fsdp import checkpoint, rows
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.lora_worker import FsdpLoraWorker
 from inflight_fsdp.optimizer import global_norm, learning_rate_at
@@ -1293,6 +1295,75 @@ class VersionFirst(FsdpWorker):
         super().load(path)
 
 
+@contextlib.contextmanager
+def replaced(module: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+    """During the block, a module has these functions instead of its own."""
+    right = {name: getattr(module, name) for name in functions}
+    vars(module).update(functions)
+    try:
+        yield
+    finally:
+        vars(module).update(right)
+
+
+class MissingTensorsKept(FsdpWorker):
+    """Tensors that a checkpoint lacks keep their values."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        right = checkpoint._read_shards
+
+        def of_those_there(file: Path, tensors: Sequence[Any]) -> Any:
+            with safe_open(file, framework="pt") as stored:
+                names = set(stored.keys())
+            return right(file, [part for part in tensors if part.layout.shapes.keys() <= names])
+
+        with replaced(checkpoint, _read_shards=of_those_there, checksums_in=lambda _: {}):
+            super().load(path, optimizer=optimizer)
+
+
+class JsonErrorsEscape(FsdpWorker):
+    """Errors of the library that reads a small file are not translated."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        if (path / "trainer.json").is_file():
+            json.loads((path / "trainer.json").read_text())
+        super().load(path, optimizer=optimizer)
+
+
+class CountersGuessed(FsdpWorker):
+    """Without readable counters, the weights are loaded as version 0."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        try:
+            json.loads((path / "trainer.json").read_text())
+        except json.JSONDecodeError:
+            guessed = {"version": 0, "optimizer_steps": 0}
+            with replaced(checkpoint, _read_counters=lambda _: guessed, checksums_in=lambda _: {}):
+                return super().load(path, optimizer=optimizer)
+        except OSError:
+            pass
+        return super().load(path, optimizer=optimizer)
+
+
+class SmallFileEscapes(FsdpWorker):
+    """A small file is written without regard to errors."""
+
+    def save(self, path: Path) -> None:
+        path.with_name(f"{path.name}.version").write_text(str(self._version))
+        super().save(path)
+
+
+class FailuresOfOthersIgnored(FsdpWorker):
+    """Only the rank whose disk is full reports that a save failed."""
+
+    def save(self, path: Path) -> None:
+        try:
+            super().save(path)
+        except CheckpointError as error:
+            if not re.search(r": rank \d+: .*No space left", str(error)):
+                raise
+
+
 class OverwritesInPlace(FsdpWorker):
     def save(self, path: Path) -> None:
         if self.rank == 0:
@@ -1771,6 +1842,15 @@ MUTANTS = {
     "not_on_fewer_ranks": Mutant(NotOnFewerRanks, "W-38", "a checkpoint saved by more ranks is refused", num_ranks=2),
     "not_on_more_ranks": Mutant(NotOnMoreRanks, "W-39", "a checkpoint saved by fewer ranks is refused", num_ranks=2),
     "version_first": Mutant(VersionFirst, "W-40", "`load` sets the version before it has read the weights"),
+    "missing_tensors_kept": Mutant(
+        MissingTensorsKept, "W-40", "tensors that a checkpoint lacks silently keep their values"
+    ),
+    "json_errors_escape": Mutant(JsonErrorsEscape, "W-40", "a truncated JSON file is reported as JSONDecodeError"),
+    "counters_guessed": Mutant(CountersGuessed, "W-40", "a checkpoint with truncated counters is loaded as version 0"),
+    "small_file_escapes": Mutant(SmallFileEscapes, "W-41", "a small file that cannot be written raises OSError"),
+    "failures_of_others_ignored": Mutant(
+        FailuresOfOthersIgnored, "W-41", "only the rank whose disk is full reports that a save failed", num_ranks=2
+    ),
     "overwrites_in_place": Mutant(OverwritesInPlace, "W-41", "`save` removes the previous checkpoint first"),
     "removed_before_renamed": Mutant(
         RemovedBeforeRenamed, "W-76", "`save` removes the old checkpoint before it renames the new one"

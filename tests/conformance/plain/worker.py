@@ -99,12 +99,16 @@ class PlainWorker:
         path = path if path.exists() else path.with_name(f"{path.name}.old")  # a save ended between its renames
         try:
             version = json.loads((path / "version.json").read_text())
-            stored = AutoModelForCausalLM.from_pretrained(path).state_dict()
+            model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+            if found["missing_keys"]:  # transformers fills these at random
+                raise ValueError(f"tensors are missing: {sorted(found['missing_keys'])}")
             state = {}
             for name, value in load_file(path / "adamw.bin").items():
                 index, key = name.split(".")
                 state.setdefault(int(index), {})[key] = value
-            self.model.load_state_dict(stored)
+            if version and [len(state.get(i, {})) for i in range(len(self.parameters))] != [3] * len(self.parameters):
+                raise ValueError("moments are missing")
+            self.model.load_state_dict(model.state_dict())
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise CheckpointError(f"{path} cannot be loaded: {error}") from error
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})

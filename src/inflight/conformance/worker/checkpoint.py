@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import shutil
 from functools import partial
@@ -14,7 +15,9 @@ from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.worker.adam import create_scheduled
 from inflight.conformance.worker.batches import accumulate, make_batch, part_of, take_steps
-from inflight.conformance.worker.gathering import compare_changes, differing, gathered
+from inflight.conformance.worker.damage import damages_of, large_files
+from inflight.conformance.worker.file_events import FullDisk, listening
+from inflight.conformance.worker.gathering import Weights, compare_changes, differing, gathered
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import WorkerSubject
@@ -24,6 +27,8 @@ from inflight.types import StepResult
 
 LEVEL = "checkpoint"
 _LENGTHS = (9, 12, 5, 7)
+_MOST_FILES = 16
+"""The number of files of a save at which W-41 lets it fail, at most."""
 
 
 @check("W-35", deadline_s=30)
@@ -135,46 +140,54 @@ def all_ranks_resume(subject: WorkerSubject) -> None:
     _load_with_weights(subject, "single-rank")
 
 
-@check("W-40", deadline_s=30)
-@look_at("weights or counters that are replaced before everything has been read and validated")
+@check("W-40", deadline_s=60)
+@look_at(
+    "weights or counters that are replaced before everything has been read and validated; errors of the libraries "
+    "that read the files; tensors that keep their values because the file has none for them"
+)
 def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
-    """load() of a broken checkpoint raises CheckpointError and loads nothing."""
+    """load() of a broken checkpoint raises CheckpointError and loads nothing: if a file of tensors is cut short, lacks
+    a tensor, or has one of another shape. If another file is cut short or empty, it may also load exactly what was
+    saved."""
     worker, good = subject.create(), subject.fresh_path("good")
     _train(worker, subject, 0)
     worker.save(good)
+    saved = gathered(worker)
+    damages = damages_of(good)
+    subject.ranks.wait_for_all()
     _train(worker, subject, 1)
-    before = gathered(worker)
-    broken = [subject.fresh_path("nowhere")]
-    for number, file in enumerate(_large_files(good)):
-        broken.append(subject.fresh_path(f"broken-{number}"))
+    _require_refused(subject, worker, gathered(worker), subject.fresh_path("nowhere"), "a path with nothing at it")
+    for damage in damages:
+        path, before = subject.fresh_path("broken"), gathered(worker)
         if subject.rank == 0:
-            shutil.copytree(good, broken[-1])
-            (broken[-1] / file).write_bytes((good / file).read_bytes()[: (good / file).stat().st_size // 2])
+            shutil.copytree(good, path)
+            damage.apply(path)
         subject.ranks.wait_for_all()
-    for path in broken:
-        error = error_of(partial(worker.load, path))
-        changed, version = differing(before, gathered(worker)), worker.version
-        subject.note(**{path.name: words_of(error)})
-        refused = isinstance(error, CheckpointError)
-        subject.require_on_all_ranks(refused, f"{path.name}: load() raises {words_of(error)}, not CheckpointError")
-        left = f"{path.name}: version {version} and changed tensors {shortened(changed)} are left"
-        subject.require_on_all_ranks(version == 2 and not changed, left)
-    require(len(broken) > 1, "save() wrote no file that could be truncated")
+        if damage.must_be_refused:
+            _require_refused(subject, worker, before, path, damage.what)
+        elif not _is_refused_or_exact(subject, worker, before, saved, path, damage.what):
+            _train(worker, subject, 1)
+    require(any(damage.must_be_refused for damage in damages), "save() wrote no file that could be truncated")
 
 
-@check("W-41", deadline_s=30)
-@look_at("write next to the old directory, rename once everything is on disk, notify the other ranks of a failure")
+@check("W-41", deadline_s=60)
+@look_at(
+    "write next to the old directory, rename once everything is on disk, notify the other ranks of a failure, also "
+    "where small files are written"
+)
 def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None:
-    """A save() that fails raises CheckpointError on every rank, and the previous checkpoint at its path stays
-    complete."""
+    """A save() that fails at any file, on any rank, raises CheckpointError on every rank, and the previous checkpoint
+    at its path stays complete. A later save() succeeds."""
     # The second save over the first fails because a limit keeps files smaller than the largest one.
-    worker, path = subject.create(), subject.fresh_path("kept")
+    worker, path, earlier = subject.create(), subject.fresh_path("kept"), subject.fresh_path("kept-earlier")
     _train(worker, subject, 0)
     worker.save(path)
-    saved = gathered(worker)
+    saved, again = gathered(worker), subject.create()
     _train(worker, subject, 1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    sizes = [(path / file).stat().st_size for file in _large_files(path)]
+    sizes = [(path / file).stat().st_size for file in large_files(path)]
+    if subject.rank == 0:
+        shutil.copytree(path, earlier)
     subject.ranks.wait_for_all()
     if sizes:
         resource.setrlimit(resource.RLIMIT_FSIZE, (3 * max(sizes) // 4, limits[1]))
@@ -184,22 +197,12 @@ def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     subject.ranks.wait_for_all()
     subject.note(error=words_of(error), limit_bytes=3 * max(sizes, default=0) // 4)
-    again = subject.create()
-    load_error = error_of(partial(again.load, path))
-    subject.note(load_error=words_of(load_error), version=again.version)
-    problem = ""
-    if not isinstance(error, CheckpointError):
-        problem = f"a save that cannot be written raises {words_of(error)}, not CheckpointError"
-    elif load_error is not None:
-        problem = f"after a failed save, the previous checkpoint does not load: {words_of(load_error)}"
-    elif again.version != 1:
-        problem = f"after a failed save of version 2 over version 1, version {again.version} is loaded"
-    subject.require_on_all_ranks(not problem, problem)
-    changed = differing(saved, gathered(again))
-    subject.require_on_all_ranks(not changed, f"after a failed save, other weights are loaded: {shortened(changed)}")
+    _require_kept(subject, error, again, path, saved, "with a limit on the size of files")
     worker.save(path)
     again.load(path)
     require(again.version == 2, f"a save after the failed one is loaded as version {again.version}, not 2")
+    for rank in sorted({0, subject.world_size - 1}):
+        _fail_at_each_file(subject, worker, again, earlier, saved, rank)
 
 
 @check("W-44", deadline_s=30)
@@ -229,10 +232,90 @@ def load_drops_pending_gradients(subject: WorkerSubject) -> None:
         subject.compare_norm(worker, expected, what)
 
 
+def _require_refused(subject: WorkerSubject, worker: TrainerWorker, before: Weights, path: Path, what: str) -> None:
+    """Fail unless a load raises CheckpointError on every rank and leaves version 2. All ranks call this."""
+    error = error_of(partial(worker.load, path))
+    changed, version = differing(before, gathered(worker)), worker.version
+    subject.note(**{what: words_of(error)})
+    refused = isinstance(error, CheckpointError)
+    subject.require_on_all_ranks(refused, f"{what}: load() raises {words_of(error)}, not CheckpointError")
+    left = f"{what}: load() raises CheckpointError, but leaves version {version} and changes {shortened(changed)}"
+    subject.require_on_all_ranks(version == 2 and not changed, left)
+
+
+def _is_refused_or_exact(
+    subject: WorkerSubject, worker: TrainerWorker, before: Weights, saved: Weights, path: Path, what: str
+) -> bool:
+    """Return whether a load is refused; otherwise, fail unless it loads version 1 as it was saved. All ranks call
+    this."""
+    error = error_of(partial(worker.load, path))
+    subject.note(**{what: words_of(error)})
+    others = subject.ranks.exchange(error is None)
+    if not any(others):
+        changed, version = differing(before, gathered(worker)), worker.version
+        refused = isinstance(error, CheckpointError)
+        subject.require_on_all_ranks(refused, f"{what}: load() raises {words_of(error)}, not CheckpointError")
+        left = f"{what}: load() raises CheckpointError, but leaves version {version} and changes {shortened(changed)}"
+        subject.require_on_all_ranks(version == 2 and not changed, left)
+        return True
+    words = f"{what}: load() raises {words_of(error)}, but nothing on ranks {[r for r, it in enumerate(others) if it]}"
+    subject.require_on_all_ranks(error is None, words)
+    changed, version = differing(saved, gathered(worker)), worker.version
+    words = f"{what}: load() raises no error, but loads version {version}, not 1, or other values: {shortened(changed)}"
+    subject.require_on_all_ranks(version == 1 and not changed, words)
+    return False
+
+
+def _fail_at_each_file(
+    subject: WorkerSubject, worker: TrainerWorker, again: TrainerWorker, earlier: Path, saved: Weights, failing: int
+) -> None:
+    """Fail unless the checkpoint ``earlier``, of version 1, stays complete whichever file of version 2 a rank cannot
+    write. All ranks call this."""
+    directory, refused = subject.fresh_path(f"full-disk-{failing}"), []
+    path = directory / "checkpoint"
+    if subject.rank == 0:
+        shutil.copytree(earlier, path)
+    subject.ranks.wait_for_all()
+    for number in range(_MOST_FILES):
+        disk = FullDisk(directory, number)
+        with listening(disk) if subject.rank == failing else contextlib.nullcontext():
+            error = error_of(partial(worker.save, path))
+        file = subject.ranks.exchange(disk.refused)[failing]
+        if not file:
+            subject.require_on_all_ranks(error is None, f"a save after failed ones raises {words_of(error)}")
+            break
+        refused.append(file)
+        _require_kept(subject, error, again, path, saved, f"with no space for {file} on rank {failing}")
+    subject.note(**{f"files that rank {failing} could not write": refused})
+    worker.save(path)
+    again.load(path)
+    words = f"a save after failed ones of rank {failing} is loaded as version {again.version}, not 2"
+    subject.require_on_all_ranks(again.version == 2, words)
+
+
+def _require_kept(
+    subject: WorkerSubject, error: Exception | None, again: TrainerWorker, path: Path, saved: Weights, when: str
+) -> None:
+    """Fail unless a save raised CheckpointError on every rank and version 1 is still at its path. All ranks call
+    this."""
+    words = f"{when}, save() raises {words_of(error)}, not CheckpointError"
+    subject.require_on_all_ranks(isinstance(error, CheckpointError), words)
+    load_error = error_of(partial(again.load, path))
+    subject.note(load_error=words_of(load_error), version=again.version)
+    words = f"after a save that failed {when}, the previous checkpoint does not load: {words_of(load_error)}"
+    subject.require_on_all_ranks(load_error is None, words)
+    words = f"after a save of version 2 that failed {when}, version {again.version} is loaded instead of version 1"
+    subject.require_on_all_ranks(again.version == 1, words)
+    changed = differing(saved, gathered(again))
+    words = f"after a save that failed {when}, other weights are loaded: {shortened(changed)}"
+    subject.require_on_all_ranks(not changed, words)
+
+
 def _require_gradients_kept(subject: WorkerSubject) -> None:
     """Fail unless gradients survive a save. All ranks call this."""
     pairs = [
-        [make_batch((11, 6), seed=310 + rank), make_batch((3, 14), seed=320 + rank)] for rank in range(subject.data_size)
+        [make_batch((11, 6), seed=310 + share), make_batch((3, 14), seed=320 + share)]
+        for share in range(subject.data_size)
     ]
     expected = ReferenceModel(subject.model()).gradient_norm([batch for pair in pairs for batch in pair])
     mine = pairs[subject.data_rank]
@@ -286,12 +369,6 @@ def _load_with_weights(subject: WorkerSubject, name: str) -> None:
         changed = differing(saved, loaded)
         require(not changed, f"the loaded weights differ from the saved ones: {shortened(changed)}")
         compare_changes(subject, saved, load_file(facts / "later.safetensors"), later, "two steps after the load")
-
-
-def _large_files(directory: Path) -> list[Path]:
-    """Return the files that hold tensors, judged by size: those of at least a tenth of the largest."""
-    sizes = {file.relative_to(directory): file.stat().st_size for file in directory.rglob("*") if file.is_file()}
-    return sorted(file for file, size in sizes.items() if size * 10 >= max(sizes.values()))
 
 
 def _stored(directory: Path) -> dict[str, object]:
