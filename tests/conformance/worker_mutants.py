@@ -23,11 +23,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
-from inflight.contracts import WorkerKind
+from inflight.contracts import PartialWeightSource, WorkerKind
 from inflight.errors import CheckpointError, NonFiniteError, TransferError
 from inflight.types import AdamSettings, MicroBatch, StepResult, WeightBucket
-from inflight.wire import BucketSpec, Sharding, TensorSpec
-from inflight_fsdp import checkpoint, rows
+from inflight.wire import BucketSpec, LoraSpec, Sharding, TensorSpec
+from inflight_fsdp import background, checkpoint, rows
 from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.lora_worker import FsdpLoraWorker
 from inflight_fsdp.optimizer import global_norm, learning_rate_at
@@ -1149,6 +1149,14 @@ class NamelessExchange(FsdpWorker):
             raise TransferError("the ranks have lost each other") from error
 
 
+class MessagesCut(FsdpWorker):
+    """Rank 0 receives as many bytes from each rank as it sends."""
+
+    def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
+        own = len(message) if self.rank == 0 else None
+        return [it[:own] for it in super().exchange(message, timeout_s)]
+
+
 class FirstExchangeWaits(FsdpWorker):
     """The first exchange waits for all ranks, however long that takes."""
 
@@ -1445,8 +1453,113 @@ class OldRemovedFirst(FsdpWorker):
         super().save(path)
 
 
+class LiveStateSaved(FsdpWorker):
+    """A save in the background has no copy of the state."""
+
+    def begin_save(self, path: Path) -> None:
+        with replaced(background, copy_to_host=lambda state: state):
+            super().begin_save(path)
+
+
+class NeverPending(FsdpWorker):
+    @property
+    def save_pending(self) -> bool:
+        return False
+
+
+class FinishedAtOnce(FsdpWorker):
+    """`finish_save` does not wait."""
+
+    def finish_save(self, timeout_s: float) -> None:
+        if not self.save_pending:
+            super().finish_save(timeout_s)
+
+
+class SavedAtTheEnd(FsdpWorker):
+    """What has been begun is saved by `finish_save`."""
+
+    _begun: Path | None = None
+
+    def begin_save(self, path: Path) -> None:
+        self._begun = path
+
+    def finish_save(self, timeout_s: float) -> None:
+        path, self._begun = self._begun, None
+        if path is not None:
+            self.save(path)
+
+    @property
+    def save_pending(self) -> bool:
+        return self._begun is not None
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # LoRA
+
+
+class AttentionOnly(FsdpLoraWorker):
+    """Targets in MLPs are left out."""
+
+    def __init__(self, config: WorkerConfig, *arguments: Any, **others: Any) -> None:
+        assert config.lora is not None
+        targets = tuple(target for target in config.lora.targets if target != "down_proj")
+        attention = config.lora.model_copy(update={"targets": targets})
+        super().__init__(config.model_copy(update={"lora": attention}), *arguments, **others)
+
+
+class AdapterDescribed(FsdpLoraWorker):
+    """`described` changes what adapter_config.json contains."""
+
+    def _state(self, states: Mapping[str, Mapping[str, torch.Tensor]]) -> checkpoint.TrainerState:
+        state = super()._state(states)
+        changed = json.loads(state.lora_config) | self.described()
+        return replace(state, lora_config=json.dumps(changed))
+
+    def described(self) -> dict[str, object]:
+        return {"lora_alpha": self.lora_spec().scale}
+
+
+class TargetsOfAdapterLost(AdapterDescribed):
+    def described(self) -> dict[str, object]:
+        return {"target_modules": ["q_proj", "v_proj"]}
+
+
+class LoraKeptOnceTrained(FsdpLoraWorker):
+    """A load replaces only a LoRA that has not been trained."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        kept = [parameter.to_local().clone() for parameter in trained_of(self).values()] if self._version else []
+        super().load(path, optimizer=optimizer)
+        with torch.no_grad():
+            for parameter, old in zip(trained_of(self).values(), kept, strict=False):
+                parameter.to_local().copy_(old)
+
+
+class MergedOnce(FsdpLoraWorker):
+    """A source of merged weights keeps those of its first use."""
+
+    def merged(self, bucket_bytes: int) -> PartialWeightSource:
+        source, kept = super().merged(bucket_bytes), list[WeightBucket]()
+        right = source.gather_weights
+
+        def gather(buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+            kept.extend([] if kept else right(buckets))
+            return iter(kept)
+
+        source.gather_weights = gather  # type: ignore[method-assign]
+        return source
+
+
+class MergedAtScaleOne(FsdpLoraWorker):
+    """Merged weights have the product of B and A without its scale."""
+
+    def merged(self, bucket_bytes: int) -> PartialWeightSource:
+        source: Any = super().merged(bucket_bytes)
+        plain = SimpleNamespace(
+            lora_spec=lambda: LoraSpec(rank=self._lora.rank, alpha=self._lora.rank), gather_weights=self.gather_weights
+        )
+        source._source = plain
+        return source  # type: ignore[no-any-return]
 
 
 class AlphaIgnored(FsdpLoraWorker):
@@ -1824,6 +1937,7 @@ MUTANTS = {
     "boxes_share_memory": Mutant(BoxesShareMemory, "W-70", "boxes of one shape share memory within a bucket", 2),
     "patient_exchange": Mutant(PatientExchange, "W-73", "an exchange waits longer than its timeout", num_ranks=2),
     "nameless_exchange": Mutant(NamelessExchange, "W-73", "the error of an exchange names no rank", num_ranks=2),
+    "messages_cut": Mutant(MessagesCut, "W-73", "rank 0 receives no more bytes from a rank than it sends", num_ranks=2),
     "first_exchange_waits": Mutant(FirstExchangeWaits, "W-73", "the first exchange waits forever", 2, hangs=True),
     "group_of_one_rank": Mutant(
         GroupOfOneRank, "W-73", "a rank forms a process group that the other ranks do not form", num_ranks=2
@@ -1864,6 +1978,20 @@ MUTANTS = {
     "old_removed_first": Mutant(
         OldRemovedFirst, "W-76", "`save` first removes the checkpoint that an interrupted save left next to the path"
     ),
+    "live_state_saved": Mutant(LiveStateSaved, "W-77", "a save in the background writes what training has changed"),
+    "never_pending": Mutant(NeverPending, "W-77", "`save_pending` is false during a save"),
+    "finished_at_once": Mutant(FinishedAtOnce, "W-77", "`finish_save` does not wait for the save"),
+    "saved_at_the_end": Mutant(SavedAtTheEnd, "W-77", "the state is saved only by `finish_save`"),
+    "attention_only": Mutant(AttentionOnly, "W-49", "targets in MLPs are left out"),
+    "alpha_is_scale": Mutant(AdapterDescribed, "W-50", "adapter_config.json has the scale as its `lora_alpha`"),
+    "targets_of_adapter_lost": Mutant(
+        TargetsOfAdapterLost, "W-50", "adapter_config.json does not list all layers of the LoRA"
+    ),
+    "lora_kept_once_trained": Mutant(
+        LoraKeptOnceTrained, "W-50", "`load` after the first step keeps the worker's own LoRA"
+    ),
+    "merged_once": Mutant(MergedOnce, "W-78", "merged weights are those of the first gather"),
+    "merged_at_scale_one": Mutant(MergedAtScaleOne, "W-78", "the LoRA is merged without its scale"),
     "alpha_ignored": Mutant(AlphaIgnored, "W-47", "a LoRA is added without its scale"),
     "half_trained": Mutant(HalfTrained, "W-47", "matrix A of the LoRA gets no gradient"),
     "base_decays": Mutant(BaseDecays, "W-48", "norms decay while a LoRA is trained"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from inflight.conformance.checks import checks_in
 from inflight.conformance.worker import (
     adam,
+    background,
     checkpoint,
     crashing,
     discovery,
@@ -23,5 +24,5 @@ from inflight.conformance.worker import (
 
 CHECKS = checks_in(
     *(discovery, forward, packing, images, routing, gradients, steps, adam, settings),
-    *(gather, memory, sharding, checkpoint, crashing, lora),
+    *(gather, memory, sharding, checkpoint, crashing, background, lora),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,20 +14,25 @@ from safetensors.torch import load_file
 from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.worker.batches import accumulate, make_batch, take_steps
-from inflight.conformance.worker.gathering import compare_changes, differing, gathered
+from inflight.conformance.worker.gathering import Weights, compare_changes, differing, gathered
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import WorkerSubject
-from inflight.contracts import LoraSource, TrainerWorker
+from inflight.contracts import LoraSource, MergingLoraSource, PartialWeightSource, TrainerWorker, WeightSource
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.lora_settings import LoraSettings
+from inflight.weights.encode.buckets import plan_buckets
 from inflight.weights.encode.lora_tensors import PARTS, PREFIX, lora_names
 from inflight.wire import LoraSpec
 
 LEVEL = "lora"
-SETTINGS = LoraSettings(rank=3, alpha=12.0, targets=("q_proj", "v_proj", "o_proj"))
-"""LoRA settings with a rank that cannot be divided evenly. Every model of the kit has the target layers."""
+SETTINGS = LoraSettings(rank=3, alpha=12.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
+"""LoRA settings with a rank that cannot be divided evenly. Every model of the kit without experts has the target
+layers."""
+_OF_EXPERTS = ("down_proj",)
+"""Targets that are parts of the experts in a mixture of experts."""
 ADAPTER = Path("adapter") / "adapter_model.safetensors"
 _LENGTHS = (9, 14, 5)
+_BUCKET_BYTES = 4096
 
 
 @check("W-47", look_at="the scale alpha / rank, whether dropout is off, and whether both halves get their gradients")
@@ -68,11 +76,7 @@ def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
         changed = {name for name in start if not torch.equal(start[name].float(), saved[name].float())}
         others = sorted(changed - _changed(lora))
         require(not others, f"{len(others)} weights that have no LoRA have changed: {shortened(others)}")
-        apart = 0.0
-        for name in sorted(_changed(lora)):
-            a, b = (lora[part].double() for part in lora_names(name.removesuffix(".weight")))
-            change = spec.scale * (b @ a)
-            apart = max(apart, float((saved[name].double() - start[name].double() - change).abs().max()))
+        apart, _ = _apart_from_merged(saved, start, lora, spec)
         subject.note(num_changed=len(changed), largest_difference=apart)
         allowed = 8 * subject.tolerance.rounding * max(float(tensor.abs().max()) for tensor in start.values())
         require(apart <= allowed, f"saved weights differ by up to {apart:.2e} from those of the model plus the LoRA")
@@ -85,13 +89,13 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
     zeros and changes nothing."""
     worker = _lora_worker(subject)
     spec, specs = _spec(worker), {tensor.name: tuple(tensor.shape) for tensor in worker.parameter_specs()}
-    require((spec.rank, spec.scale) == (SETTINGS.rank, SETTINGS.spec.scale), f"lora_spec() is {spec}")
-    with_targets = {
-        name: shape for name, shape in _shapes(subject.model()).items() if _is_target(name.removesuffix(".weight"))
-    }
+    settings = _settings(subject)
+    require((spec.rank, spec.scale) == (settings.rank, settings.spec.scale), f"lora_spec() is {spec}")
+    shapes = _shapes(subject.model())
+    with_targets = {name: shape for name, shape in shapes.items() if _matches(_layer(name), settings.targets)}
     wanted: dict[str, tuple[int, ...]] = {}
     for name, (num_out, num_in) in with_targets.items():
-        a, b = lora_names(name.removesuffix(".weight"))
+        a, b = lora_names(_layer(name))
         wanted |= {a: (spec.rank, num_in), b: (num_out, spec.rank)}
     subject.note(num_tensors=len(specs))
     lost, more = sorted(wanted.keys() - specs.keys()), sorted(specs.keys() - wanted.keys())
@@ -110,40 +114,134 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
 
 
 @check("W-50", deadline_s=30)
-@look_at("whether A, B and their moments are saved and read; `adapter/` must contain them under PEFT's names")
+@look_at(
+    "whether A, B and their moments are saved and read; `adapter/` must contain them under PEFT's names, with a "
+    "`lora_alpha` that PEFT divides by the rank"
+)
 def a_lora_resumes(subject: WorkerSubject) -> None:
     """A worker that trains a LoRA resumes from its checkpoint: the LoRA is restored bit for bit, and later steps are
-    the same as without a save and a load. The LoRA is stored next to the checkpoint in PEFT's format."""
+    the same as without a save and a load. The LoRA is stored next to the checkpoint in PEFT's format, with the rank,
+    scale and layers in adapter_config.json."""
     steady, path = _lora_worker(subject), subject.fresh_path("lora-resumed")
     batches = [make_batch(_LENGTHS, seed=500 + 10 * n + subject.data_rank) for n in range(4)]
     take_steps(steady, batches[:2])
     steady.save(path)
-    saved, resumed = gathered(steady), _lora_worker(subject)
-    resumed.load(path)
-    changed = differing(saved, gathered(resumed))
-    subject.note(version=resumed.version, num_differing=len(changed))
-    words = f"version {resumed.version} was loaded, not 2, or these tensors differ: {shortened(changed)}"
-    subject.require_on_all_ranks(resumed.version == 2 and not changed, words)
+    saved = gathered(steady)
+    subject.ranks.wait_for_all()
     if subject.rank == 0:
-        files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-        require((path / ADAPTER).is_file(), f"there is no {ADAPTER} among {files}")
-        names = load_file(path / ADAPTER).keys()
-        require(
-            names == saved.keys(), f"{ADAPTER} does not contain the gathered tensors: {shortened(sorted(names), 3)}"
-        )
-        config = (path / ADAPTER).with_name("adapter_config.json")
-        require(config.is_file(), f"there is no {config.name} among {files}")
+        _require_adapter(subject, path, saved, _spec(steady))
     take_steps(steady, batches[2:])
-    take_steps(resumed, batches[2:])
-    expected, found = gathered(steady), gathered(resumed)
-    if subject.rank == 0:
-        compare_changes(subject, saved, expected, found, "two steps with and without a preceding resume")
+    expected = gathered(steady)
+    for name, resumed in {"a new worker": _lora_worker(subject), "the worker that continued": steady}.items():
+        resumed.load(path)
+        changed = differing(saved, gathered(resumed))
+        subject.note(**{f"version ({name})": resumed.version, f"differing tensors ({name})": len(changed)})
+        words = f"{name} loads version {resumed.version} of version 2; tensors that differ: {shortened(changed)}"
+        subject.require_on_all_ranks(resumed.version == 2 and not changed, words)
+        take_steps(resumed, batches[2:])
+        found = gathered(resumed)
+        if subject.rank == 0:
+            compare_changes(subject, saved, expected, found, f"two steps of {name} after a load, and without it")
+
+
+@check("W-78", deadline_s=30)
+@look_at("merged weights that are kept from an earlier call; the scale; layers that the LoRA does not change")
+def merged_weights_are_current(subject: WorkerSubject) -> None:
+    """Where a worker can merge its LoRA, it provides on rank 0 the weights of the model plus the scaled product of B
+    and A for exactly those weights that the LoRA changes, as of the current step."""
+    worker = _noticeable_worker(subject)
+    if not isinstance(worker, MergingLoraSource):
+        skip("merging the LoRA is not supported: it is not a MergingLoraSource")
+    sources = [worker.merged(_BUCKET_BYTES)] if subject.rank == 0 else []
+    for num_steps in (1, 2):
+        take_steps(worker, [make_batch(_LENGTHS, seed=780 + 10 * num_steps + subject.data_rank)])
+        lora = gathered(worker)
+        sources += [worker.merged(_BUCKET_BYTES)] if subject.rank == 0 else []
+        for number in range(num_steps + 1):
+            source = sources[number] if subject.rank == 0 else worker
+            merged = _gathered_from(source, worker)
+            if subject.rank == 0:
+                when = f"after step {num_steps}, from a source of {f'step {number}' if number else 'the beginning'}"
+                _require_merged(subject, sources[number], merged, lora, _spec(worker), when)
+            subject.ranks.wait_for_all()
+
+
+def _gathered_from(source: WeightSource, worker: WeightSource) -> dict[str, torch.Tensor]:
+    """Return copies of the tensors that a source provides on rank 0, where the other ranks gather the worker's."""
+    found: dict[str, torch.Tensor] = {}
+    of = source if worker.rank == 0 else worker
+    for bucket in of.gather_weights(plan_buckets(of.parameter_specs(), _BUCKET_BYTES)):
+        found |= {spec.name: it.detach().cpu().clone() for spec, it in zip(bucket.specs, bucket.tensors, strict=False)}
+    return found
+
+
+def _require_merged(
+    subject: WorkerSubject,
+    source: PartialWeightSource,
+    merged: Weights,
+    lora: Weights,
+    spec: LoraSpec,
+    when: str,
+) -> None:
+    """Fail unless exactly the weights that the LoRA changes are merged, and the others are listed as frozen."""
+    model = _weights(subject.model())
+    listed, frozen, wanted = {it.name for it in source.parameter_specs()}, set(source.frozen_names()), _changed(lora)
+    strange = sorted((listed ^ wanted) | (merged.keys() ^ wanted))
+    require(not strange, f"{when}: merged weights are not those that the LoRA changes: {shortened(strange, 3)}")
+    strange = sorted(frozen ^ (model.keys() - wanted))
+    require(not strange, f"{when}: frozen_names() are not the other weights: {shortened(strange, 3)}")
+    apart, moved = _apart_from_merged(merged, model, lora, spec)
+    subject.note(**{f"merged weights apart ({when})": apart, f"size of the LoRA's changes ({when})": moved})
+    rounding = max(subject.tolerance.rounding, *(torch.finfo(tensor.dtype).eps / 2 for tensor in merged.values()))
+    allowed = 8 * rounding * max(float(tensor.abs().max()) for tensor in model.values())
+    words = f"{when}: merged weights differ by up to {apart:.2e} from those of the model plus the LoRA"
+    require(apart <= allowed, words)
+
+
+def _apart_from_merged(
+    found: Weights,
+    model: Weights,
+    lora: Weights,
+    spec: LoraSpec,
+) -> tuple[float, float]:
+    """Return the largest difference from the model's weights plus the LoRA, and the largest change of the LoRA."""
+    apart = moved = 0.0
+    for name in sorted(_changed(lora)):
+        a, b = (lora[part].double() for part in lora_names(_layer(name)))
+        change = spec.scale * (b @ a)
+        apart = max(apart, float((found[name].double() - model[name].double() - change).abs().max()))
+        moved = max(moved, float(change.abs().max()))
+    return apart, moved
+
+
+def _require_adapter(subject: WorkerSubject, path: Path, saved: Weights, spec: LoraSpec) -> None:
+    """Fail unless the checkpoint has the LoRA as PEFT would store it."""
+    files = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+    require((path / ADAPTER).is_file(), f"there is no {ADAPTER} among {files}")
+    names = load_file(path / ADAPTER).keys()
+    require(names == saved.keys(), f"{ADAPTER} does not contain the gathered tensors: {shortened(sorted(names), 3)}")
+    file = (path / ADAPTER).with_name("adapter_config.json")
+    require(file.is_file(), f"there is no {file.name} among {files}")
+    config = json.loads(file.read_text())
+    rank, alpha, is_rooted = config.get("r"), config.get("lora_alpha"), bool(config.get("use_rslora"))
+    described = f"{file.name} has r {rank!r}, lora_alpha {alpha!r} and use_rslora {is_rooted}"
+    subject.note(adapter_config=described)
+    require(rank == spec.rank, f"{described}, but the rank is {spec.rank}")
+    scale = alpha / (math.sqrt(rank) if is_rooted else rank) if isinstance(alpha, int | float) else math.nan
+    require(
+        math.isclose(scale, spec.scale, rel_tol=1e-6), f"{described}, so its scale is {scale:g}, not {spec.scale:g}"
+    )
+    targets = config.get("target_modules") or ()
+    layers = {_layer(name) for name, shape in _shapes(subject.model()).items() if len(shape) == 2}
+    strange = {layer for layer in layers if _matches(layer, targets)} ^ {_layer(name) for name in _changed(saved)}
+    words = f"target_modules of {file.name} are {targets}, but the layers of the saved tensors differ by"
+    require(not strange, f"{words} {shortened(sorted(strange), 3)}")
 
 
 def _lora_worker(subject: WorkerSubject) -> TrainerWorker:
     """Return a new worker with the option ``lora``; skip the check if the worker cannot be created."""
     try:
-        worker = subject.create(lora=SETTINGS.model_dump())
+        worker = subject.create(lora=_settings(subject).model_dump())
     except (ConfigError, UnsupportedError) as error:
         skip(f"it trains no LoRA: {error}")
     if not isinstance(worker, LoraSource):
@@ -158,13 +256,14 @@ def _noticeable_worker(subject: WorkerSubject) -> TrainerWorker:
     lora, scale = gathered(worker), 0.0
     if subject.rank == 0:
         start = _weights(subject.model())
-        pairs = [(name, lora_names(name.removesuffix(".weight"))) for name in _changed(lora)]
+        pairs = [(name, lora_names(_layer(name))) for name in _changed(lora)]
         moved = sum(float((lora[b].double() @ lora[a].double()).abs().mean()) for _, (a, b) in pairs)
         size = sum(float(start[name].double().abs().mean()) for name, _ in pairs)
         scale = size / moved / 30 if moved else 0.0
     (scale, *_) = subject.ranks.exchange(scale)
     require(scale, "a step changes nothing: the product of A and B is still zero")
-    return subject.create(lora=SETTINGS.model_copy(update={"alpha": SETTINGS.rank * scale}).model_dump())
+    settings = _settings(subject)
+    return subject.create(lora=settings.model_copy(update={"alpha": settings.rank * scale}).model_dump())
 
 
 def _spec(worker: TrainerWorker) -> LoraSpec:
@@ -172,17 +271,33 @@ def _spec(worker: TrainerWorker) -> LoraSpec:
     return worker.lora_spec()
 
 
-def _on_every_rank(subject: WorkerSubject, lora: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _on_every_rank(subject: WorkerSubject, lora: Weights) -> dict[str, torch.Tensor]:
     """Return what rank 0 gathered, on every rank."""
     sent = {name: tensor.double().tolist() for name, tensor in lora.items()}
     return {name: torch.tensor(rows, dtype=torch.float64) for name, rows in subject.ranks.exchange(sent)[0].items()}
 
 
-def _is_target(layer: str) -> bool:
-    return layer.endswith(tuple(f".{target}" for target in SETTINGS.targets))
+def _settings(subject: WorkerSubject) -> LoraSettings:
+    """Return the settings of the LoRA; for a mixture of experts, its targets are those of attention alone."""
+    if not subject.target.experts:
+        return SETTINGS
+    return SETTINGS.model_copy(update={"targets": tuple(it for it in SETTINGS.targets if it not in _OF_EXPERTS)})
 
 
-def _changed(lora: Mapping[str, torch.Tensor]) -> set[str]:
+def _matches(layer: str, targets: str | Sequence[str]) -> bool:
+    """Return whether PEFT would match a linear layer by ``target_modules``."""
+    if targets == "all-linear":
+        return layer.startswith("model.layers.")
+    if isinstance(targets, str):
+        return re.fullmatch(targets, layer) is not None
+    return any(layer == target or layer.endswith(f".{target}") for target in targets)
+
+
+def _layer(weight: str) -> str:
+    return weight.removesuffix(".weight")
+
+
+def _changed(lora: Weights) -> set[str]:
     return {_weight_of(part) for part in lora}
 
 

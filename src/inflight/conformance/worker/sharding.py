@@ -129,16 +129,14 @@ def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
     "torch.distributed.new_group that not every rank makes"
 )
 def a_silent_rank_is_named(subject: WorkerSubject) -> None:
-    """exchange() returns the messages of all ranks on rank 0, and that of rank 0 on the others; if a rank is silent,
-    exchange() and every later call raise a TransferError that names the rank, within the timeout; torch can still form
-    groups."""
+    """exchange() returns the messages of all ranks, of any lengths, on rank 0, and that of rank 0 on the others; if a
+    rank is silent, exchange() and every later call raise a TransferError that names the rank, within the timeout; torch
+    can still form groups."""
     last = subject.world_size - 1
     for is_first_call in (False, True):
         worker, _ = _create_sharded(subject)
         if not is_first_call:
-            found = [bytes(it).decode() for it in worker.exchange(f"from {subject.rank}".encode(), 20.0)]
-            wanted = [f"from {rank}" for rank in range(subject.world_size if subject.rank == 0 else 1)]
-            subject.require_on_all_ranks(found == wanted, f"the exchange returned {found}, not {wanted}")
+            _require_messages(subject, worker)
         when = "in the first exchange" if is_first_call else "in a later exchange"
         problem = _problem_of_silence(worker, last, when) if subject.rank == 0 else ""
         if 0 < subject.rank < last:
@@ -149,6 +147,23 @@ def a_silent_rank_is_named(subject: WorkerSubject) -> None:
         if dist.is_initialized():
             _require_a_group(subject, f"after a rank was silent {when}")
     subject.note(silent_rank=last, timeout_s=_SILENT_S)
+
+
+def _require_messages(subject: WorkerSubject, worker: ShardedWeightSource) -> None:
+    """Fail unless messages of different lengths arrive as they were sent. All ranks call this."""
+    longer = [f"from {rank}".encode() + b"\x00\xff" * 50 * rank for rank in range(subject.world_size)]
+    cases = {
+        "longer from each rank to the next": longer,
+        "shorter from each rank to the next": longer[::-1],
+        "empty from rank 0": [b"", *longer[1:]],
+        "empty from the last rank": [*longer[:-1], b""],
+    }
+    for name, messages in cases.items():
+        found = [bytes(it) for it in worker.exchange(messages[subject.rank], 20.0)]
+        wanted = messages if subject.rank == 0 else messages[:1]
+        sizes, wanted_sizes = [len(it) for it in found], [len(it) for it in wanted]
+        words = f"messages of {sizes} bytes, not of {wanted_sizes} bytes" if sizes != wanted_sizes else "other messages"
+        subject.require_on_all_ranks(found == wanted, f"with messages that are {name}, the exchange returned {words}")
 
 
 def _require_a_group(subject: WorkerSubject, when: str) -> None:

@@ -1,0 +1,148 @@
+"""The check of saves in the background: what they write, and what training and `save_pending` show meanwhile.
+
+An audit hook holds up the thread that writes, so that training continues before anything is written.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from inflight.base.shortened import shortened
+from inflight.conformance.checks import check, look_at, skip
+from inflight.conformance.worker.adam import create_scheduled
+from inflight.conformance.worker.batches import make_batch, take_steps
+from inflight.conformance.worker.file_events import listening, path_of
+from inflight.conformance.worker.gathering import compare_changes, differing, gathered
+from inflight.conformance.worker.refusals import error_of, words_of
+from inflight.conformance.worker.subject import WorkerSubject
+from inflight.contracts import BackgroundSaver, TrainerWorker
+from inflight.errors import CheckpointError
+
+LEVEL = "checkpoint"
+_HELD_S, _BEGIN_S, _SHORT_S, _END_S = 10.0, 1.0, 0.1, 30.0
+"""How long a writing thread is held up at most, how long the check waits for it to begin, a timeout that is too short
+for a save that is held up, and one that is long enough for any save."""
+
+
+@runtime_checkable
+class BackgroundSavingWorker(TrainerWorker, BackgroundSaver, Protocol):
+    """A worker that is a `BackgroundSaver`."""
+
+
+class _Hold:
+    """A listener that holds up other threads which are about to change files below a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._caller = threading.get_ident()
+        self._may_continue = threading.Event()
+        self._has_held = threading.Event()
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        path = path_of(arguments)
+        if threading.get_ident() == self._caller or path is None or not path.is_relative_to(self._directory):
+            return
+        self._has_held.set()
+        if not self._may_continue.wait(_HELD_S):
+            self.release()
+
+    def is_holding(self) -> bool:
+        """Return whether a thread is held up now."""
+        return self._has_held.is_set() and not self._may_continue.is_set()
+
+    def wait(self, worker: BackgroundSaver) -> None:
+        """Return once a thread is held up, or after a second; if no save seems to be pending, after a tenth of it."""
+        started = time.monotonic()
+        while not self._has_held.wait(0.01):
+            if time.monotonic() > started + (_BEGIN_S if worker.save_pending else _BEGIN_S / 10):
+                return
+
+    def release(self) -> None:
+        self._may_continue.set()
+
+
+@check("W-77", deadline_s=60)
+@look_at(
+    "tensors that the copy shares with the parameters, moments or counters; collectives of the save among those of "
+    "training; what save_pending and finish_save report while the save is still running"
+)
+def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
+    """Where a worker can save in the background, begin_save() saves the state of that moment while training continues
+    as without it: the checkpoint has the weights, version and optimizer that save() would have written. save_pending
+    is true until the save has ended, and finish_save() returns once it has, or at once if none is pending; if its
+    timeout is too short, it raises CheckpointError and may be repeated."""
+    worker = create_scheduled(subject)
+    if not isinstance(worker, BackgroundSavingWorker):
+        skip("saving in the background is not supported: it is not a BackgroundSaver")
+    directory = subject.fresh_path("background")
+    if subject.rank == 0:
+        (directory / "held").mkdir(parents=True)
+    subject.ranks.wait_for_all()
+    _require_idle(subject, worker, "before the first save")
+    batches = [make_batch((9, 12), seed=800 + 10 * n + subject.data_rank) for n in range(3)]
+    take_steps(worker, batches[:2])
+    paths = {"save()": directory / "saved", "begin_save()": directory / "held" / "checkpoint"}
+    worker.save(paths["save()"])
+    saved = gathered(worker)
+    _save_while_training(subject, worker, paths["begin_save()"], partial(take_steps, worker, batches[2:]))
+    found = {"a step during the save": gathered(worker)}
+    for call, path in paths.items():
+        resumed = create_scheduled(subject)
+        error = error_of(partial(resumed.load, path))
+        subject.require_on_all_ranks(error is None, f"what {call} saved does not load: {words_of(error)}")
+        changed, version = differing(saved, gathered(resumed)), resumed.version
+        words = f"at version 2, {call} saved version {version}; tensors that differ: {shortened(changed)}"
+        subject.require_on_all_ranks(version == 2 and not changed, words)
+        take_steps(resumed, batches[2:])
+        found[f"a step after loading what {call} saved"] = gathered(resumed)
+    if subject.rank == 0:
+        what, expected = "a step after loading what save() saved", found.pop("a step after loading what save() saved")
+        allowed = min(subject.tolerance.change, 2 * subject.tolerance.update)
+        for other, weights in found.items():
+            compare_changes(subject, saved, expected, weights, f"{other}, and {what}", relative=allowed)
+
+
+def _save_while_training(
+    subject: WorkerSubject, worker: BackgroundSaver, path: Path, train: Callable[[], object]
+) -> None:
+    """Train between begin_save() and the first change to a file, if another thread of this process makes it. All ranks
+    call this."""
+    hold, problem = _Hold(path.parent), ""
+    with listening(hold):
+        try:
+            worker.begin_save(path)
+            train()
+            hold.wait(worker)
+            is_pending = worker.save_pending
+            error = error_of(partial(worker.finish_save, _SHORT_S)) if hold.is_holding() else None
+            is_still_pending = worker.save_pending
+            was_held = hold.is_holding()
+        finally:
+            hold.release()
+        if was_held and not (is_pending and is_still_pending):
+            problem = "save_pending is false before the save has written anything"
+        elif was_held and not isinstance(error, CheckpointError):
+            problem = (
+                f"finish_save({_SHORT_S}) raises {words_of(error)}, not CheckpointError, before the save has ended"
+            )
+        subject.require_on_all_ranks(not problem, problem)
+        error = error_of(partial(worker.finish_save, _END_S))
+    subject.note(was_held=was_held, finish_save_in_time=words_of(error))
+    subject.require_on_all_ranks(error is None, f"finish_save() of a save that succeeds raises {words_of(error)}")
+    _require_idle(subject, worker, "after finish_save()")
+
+
+def _require_idle(subject: WorkerSubject, worker: BackgroundSaver, when: str) -> None:
+    """Fail unless no save is pending and finish_save() returns at once. All ranks call this."""
+    subject.require_on_all_ranks(not worker.save_pending, f"{when}, save_pending is true")
+    started = time.monotonic()
+    error = error_of(partial(worker.finish_save, _END_S))
+    subject.require_on_all_ranks(error is None, f"{when}, finish_save() raises {words_of(error)}")
+    seconds = time.monotonic() - started
+    words = f"{when}, finish_save() takes {seconds:.2g} s although no save is pending"
+    subject.require_on_all_ranks(seconds < _END_S / 2, words)
