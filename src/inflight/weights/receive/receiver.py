@@ -50,6 +50,10 @@ class _UpdateInProgress:
     def is_over(self) -> bool:
         return self._opened.is_over
 
+    @property
+    def is_applying(self) -> bool:
+        return self._opened.is_applying
+
     async def outlast(self, call: asyncio.Future[None], what: str) -> None:
         """Wait for a call of this update. Raises the call's error, or `UpdateAbortedError` if the update ends first."""
         await asyncio.wait([call])
@@ -132,6 +136,7 @@ class UpdateReceiver:
 
     async def request(self, update: WeightUpdate) -> None:
         if self._open is not None and self._session.is_open(update.ref):
+            self._renew_lease(self._open)
             if self._open.pausing is not None:
                 await self._open.outlast(self._open.pausing, "ended while this call was being repeated")
             return
@@ -150,8 +155,10 @@ class UpdateReceiver:
     async def receive(self, bucket: BucketTransfer) -> None:
         opened = self._open
         if self._session.has_bucket(bucket):
-            return
+            assert opened is not None  # the session knows the bucket
+            return self._renew_lease(opened)
         if self._session.is_receiving(bucket) and opened is not None and opened.arriving is not None:
+            self._renew_lease(opened)
             return await opened.outlast(opened.arriving, "ended while this call was being repeated")
         spec, tensors = self._session.begin_bucket(bucket)
         assert opened is not None  # the session knows the bucket
@@ -314,7 +321,10 @@ class UpdateReceiver:
         self._sink.leave()
 
     def _renew_lease(self, opened: _UpdateInProgress) -> None:
+        """Start the lease of an update again, unless the update is being applied: it then has no lease."""
         opened.stop_lease()
+        if opened.is_applying:
+            return
         loop = asyncio.get_running_loop()
         opened.lease = loop.call_later(opened.update.lease_s, lambda: self._calls.start(self._end(opened)))
 
