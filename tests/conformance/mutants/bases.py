@@ -96,30 +96,22 @@ def lora_on_checkpoint(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
-def raw_checked_only(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    staging: Any = inflight.weights.receive.staging.Staging
-    own = staging._receive_checked
+def unchecked_if(is_exempt: Callable[[WeightUpdate, Any], bool]) -> Any:
+    """Ignore the checksums of some buckets: ``is_exempt`` receives the update and the transfer."""
 
-    def faulty(self: Any, receiver: Any, sent: Any, *others: Any, **named: Any) -> Any:
-        if sent.encoding != "raw":
-            sent = sent.model_copy(update={"checksum": None})
-        return own(self, receiver, sent, *others, **named)
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        staging: Any = inflight.weights.receive.staging.Staging
+        own = staging._receive_checked
 
-    staging._receive_checked = faulty
-    return endpoint
+        def faulty(self: Any, receiver: Any, sent: Any, *others: Any, **named: Any) -> Any:
+            if is_exempt(self.update, sent):
+                sent = sent.model_copy(update={"checksum": None})
+            return own(self, receiver, sent, *others, **named)
 
+        staging._receive_checked = faulty
+        return endpoint
 
-def pausing_checked_only(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    staging: Any = inflight.weights.receive.staging.Staging
-    own = staging._receive_checked
-
-    def faulty(self: Any, receiver: Any, sent: Any, *others: Any, **named: Any) -> Any:
-        if self.update.staged:
-            sent = sent.model_copy(update={"checksum": None})
-        return own(self, receiver, sent, *others, **named)
-
-    staging._receive_checked = faulty
-    return endpoint
+    return infect
 
 
 @replaces("_updates._session._reason_to_refuse")
@@ -171,9 +163,29 @@ def lora_counts_as_kept(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 MUTANTS = (
-    Mutant("encoded buckets not compared", "U-14", "Checksums of encoded buckets are not compared.", raw_checked_only),
     Mutant(
-        "staged buckets not compared", "U-14", "Checksums of staged updates are not compared.", pausing_checked_only
+        "encoded buckets not compared",
+        "U-14",
+        "Checksums of encoded buckets are not compared.",
+        unchecked_if(lambda _, sent: sent.encoding != "raw"),
+    ),
+    Mutant(
+        "staged buckets not compared",
+        "U-14",
+        "Checksums of staged updates are not compared.",
+        unchecked_if(lambda update, _: update.staged),
+    ),
+    Mutant(
+        "deltas not compared",
+        "U-14",
+        "Checksums of deltas are not compared.",
+        unchecked_if(lambda _, sent: sent.encoding == "delta"),
+    ),
+    Mutant(
+        "LoRAs not compared",
+        "U-14",
+        "Checksums of LoRAs are not compared.",
+        unchecked_if(lambda update, _: update.manifest.lora is not None),
     ),
     Mutant(
         "unknown frozen tensors accepted",

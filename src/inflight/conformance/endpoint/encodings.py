@@ -11,6 +11,7 @@ import torch
 
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import require_old_weights, require_recovers, wait_until_settled
+from inflight.conformance.endpoint.loras import SPEC, make_lora
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLACK_S
@@ -159,34 +160,57 @@ async def _require_kept(subject: EndpointSubject, update: WeightUpdate, when: st
     require(kept == update.ref, f"{when}, {kept} is reported as kept, not {update.ref}")
 
 
-@check("U-14", "updates staging", deadline_s=30)
+@check("U-14", "updates staging", deadline_s=45)
 @look_at("whether the checksum is compared where the bytes arrive, before they are decoded, copied or loaded")
 async def damaged_bucket(subject: EndpointSubject) -> None:
-    """A bucket whose bytes do not match its checksum raises TransferError before any part of the update is applied,
-    and the old weights stay in service."""
-    encoded = [encoding for encoding in ("bfloat16", "float8") if encoding in subject.capabilities.encodings]
-    cases: list[dict[str, Any]] = [{}, {"staged": True}, *({"encodings": (encoding,)} for encoding in encoded)]
-    for i, fields in enumerate(cases):
-        await _damage(subject, fields)
-        await require_recovers(subject, "after a damaged bucket")
-        if i < len(cases) - 1:
-            await subject.publisher.publish(subject.reference.weights)
+    """A bucket whose bytes do not match its checksum, whatever its encoding and also if it is of a LoRA, raises
+    TransferError before any part of the update is applied, and the old weights stay in service."""
+    weights, other = subject.reference.weights, subject.reference.perturbed("B")
+    cases: dict[str, dict[str, Any]] = {"a damaged bucket": {}, "a damaged bucket of a staged update": {"staged": True}}
+    for encoding in ("bfloat16", "float8"):
+        if encoding in subject.capabilities.encodings:
+            cases[f"a damaged bucket in {encoding}"] = {"encodings": (encoding,)}
+    for what, fields in cases.items():
+        await _damage(subject, other, what, fields)
+        await require_recovers(subject, f"after {what}")
+        await subject.publisher.publish(weights)
+    if "delta" in subject.capabilities.encodings:
+        base = await subject.publisher.request(
+            weights, keep=True, session_id="base", bucket_bytes=other.size_bytes // 2
+        )
+        await subject.publisher.complete(base, weights)
+        fields = {"encodings": ("delta",), "base": base.ref, "session_id": "delta"}
+        await _damage(subject, other, "a damaged bucket of a delta", fields, weights)
+        await require_recovers(subject, "after a damaged bucket of a delta")
+        await subject.publisher.publish(weights)
+    if subject.capabilities.lora:
+        await _damage(subject, make_lora(weights, 1), "a damaged bucket of a LoRA", {"lora": SPEC})
+        await require_recovers(subject, "after a damaged bucket of a LoRA")
 
 
-async def _damage(subject: EndpointSubject, fields: dict[str, Any]) -> None:
-    """Send an update whose last bucket is damaged; require that it is refused and leaves no trace."""
-    publisher, other = subject.publisher, subject.reference.perturbed("B")
-    update = await publisher.request(other, bucket_bytes=other.size_bytes // 2, **fields)
+async def _damage(
+    subject: EndpointSubject,
+    sent: ReferenceWeights,
+    what: str,
+    fields: dict[str, Any],
+    base: ReferenceWeights | None = None,
+) -> None:
+    """Send an update whose last bucket is damaged; require that it is refused and leaves no trace.
+
+    A delta is relative to ``base``.
+    """
+    publisher = subject.publisher
+    update = await publisher.request(sent, bucket_bytes=sent.size_bytes // 2, **fields)
     last = len(update.buckets) - 1
     for index in range(last):
-        await publisher.send_bucket(update, publisher.encoded(update, other, index))
-    announced = publisher.encoded(update, other, last)
-    damaged = publisher.encoded(update, _with_another_bit(other), last)
+        await publisher.send_bucket(update, publisher.encoded(update, sent, index, base))
+    announced = publisher.encoded(update, sent, last, base)
+    damaged = publisher.encoded(update, _with_another_bit(sent), last, base)
     call = publisher.send_bucket(update, replace(damaged, checksum=announced.checksum))
-    await subject.require_raises(call, TransferError, "a damaged bucket", TRANSFER_TIMEOUT_S + SLACK_S)
-    await require_old_weights(subject, "after a damaged bucket")
+    await subject.require_raises(call, TransferError, what, TRANSFER_TIMEOUT_S + SLACK_S)
+    await require_old_weights(subject, f"after {what}")
     commit = subject.endpoint.commit_weight_update(update.ref)
-    await subject.require_refused(commit, "a commit after a damaged bucket")
+    await subject.require_refused(commit, f"a commit after {what}")
 
 
 def _with_another_bit(weights: ReferenceWeights) -> ReferenceWeights:
