@@ -101,6 +101,40 @@ def sharing_blocks(key: Callable[[tuple[int, ...], int, int], object], page: int
     return infect
 
 
+def overwriting_blocks(num_blocks: int, page: int = 16) -> Any:
+    """Reuse whole pages of prompts by all tokens up to their end, from so many blocks, which are filled in turn.
+
+    A block that is overwritten is still found under its previous tokens. Nothing is reused across updates.
+    """
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        engine: Any = endpoint._engine
+        append, load = engine.steps._append, engine.load
+        index: dict[tuple[int, ...], int] = {}
+        blocks: dict[int, list[torch.Tensor]] = {}
+
+        def appending(drawn: Any) -> Any:
+            sequence = drawn.sequence
+            prompt = sequence.request.prompt_token_ids
+            for stop in range(page, len(prompt) + 1, page) if not sequence.token_ids else ():
+                parts = [part[..., stop - page :, :] for part in cached(sequence.slot, stop)]
+                if prompt[:stop] not in index:
+                    index[prompt[:stop]] = len(index) % num_blocks
+                    blocks[index[prompt[:stop]]] = [part.clone() for part in parts]
+                for part, kept in zip(parts, blocks[index[prompt[:stop]]], strict=True):
+                    part.copy_(kept)
+            return append(drawn)
+
+        def loading(*arguments: Any) -> None:
+            index.clear()
+            load(*arguments)
+
+        engine.steps._append, engine.load = appending, loading
+        return endpoint
+
+    return infect
+
+
 def continuing_completions(num_missing: int, *, is_dropped: bool = True) -> Any:
     """Keep the keys and values of finished completions for prompts that continue them, in pages of one token.
 
@@ -247,6 +281,12 @@ MUTANTS = (
         "E-87",
         "A cached block of 64 tokens is identified by its own tokens.",
         sharing_blocks(lambda ids, a, b: (a, ids[a:b]), 64),
+    ),
+    Mutant(
+        "overwritten blocks still found",
+        "E-87",
+        "Of 512 cached blocks, one that is overwritten is still found under its previous tokens.",
+        overwriting_blocks(512),
     ),
     Mutant(
         "completions continued too far",

@@ -17,17 +17,21 @@ _EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65)
 _STEPS = (128, 256, 1 << 16)
 """Differences between ids that share their lowest bits, the only ones that a narrow integer keeps."""
 _NUM_TOKENS = 4
+_NUM_BETWEEN, _LENGTH_BETWEEN, _BETWEEN_S = 12_000, 1000, 3.0
+"""Number of prompt tokens that are sent between two requests with the same prompt, in prompts of this length; a slow
+endpoint is sent as many as it computes in this many seconds."""
 
 
-@check("E-87", "model", deadline_s=60)
+@check("E-87", "model", deadline_s=75)
 @look_at(
     "what a cached block is identified by: all tokens before it and its own, in their order, not its tokens alone, its "
-    "position or a part of them; and which tokens of a finished completion have keys and values (the last one has none)"
+    "position or a part of them; which tokens of a finished completion have keys and values (the last one has none); "
+    "and whether a block that is overwritten is no longer found under its previous tokens"
 )
 async def shared_blocks(subject: EndpointSubject) -> None:
     """Keys and values computed for one request are used for another only where all tokens up to that position are the
-    same: logprobs are those of the reference, regardless of the blocks or prefixes that prompts share, and also
-    where a prompt continues a finished completion."""
+    same: logprobs are those of the reference, regardless of the blocks or prefixes that prompts share, also where a
+    prompt continues a finished completion, and after so many other prompts that cached blocks have been replaced."""
     block = min(_BLOCK, subject.context_len // 4)
     first, second, third = (subject.prompt(block, seed=40 + i) for i in range(3))
     other, middle = subject.prompt(1, seed=50), block // 2 + 5
@@ -65,6 +69,20 @@ async def shared_blocks(subject: EndpointSubject) -> None:
     )
     await _require_right(subject, subject.prompt(block + 5, seed=62), "a prompt of several completions", n=4)
     await _second_turns(subject, subject.prompt(block // 2 + 3, seed=63))
+    await _replaced_blocks(subject, subject.prompt(block, seed=66))
+
+
+async def _replaced_blocks(subject: EndpointSubject, prompt: Sequence[int]) -> None:
+    """Require correct logprobs for a prompt that is sent again after many other prompts."""
+    await _require_right(subject, prompt, "a prompt before many others")
+    length = min(_LENGTH_BETWEEN, subject.context_len - 1)
+    num = max(1, min(_NUM_BETWEEN, subject.pace.prompt_len(_BETWEEN_S)) // length)
+    others = [subject.request(subject.prompt(length, seed=1000 + i), max_tokens=1) for i in range(num)]
+    await asyncio.gather(*map(subject.endpoint.generate, others))
+    subject.note(**{"prompt tokens between two requests with the same prompt": num * length})
+    what = f"a prompt that was seen before {num * length} tokens of other prompts"
+    await _require_right(subject, (*prompt, *subject.prompt(1, seed=67)), f"{what}, with one more token,")
+    await _require_right(subject, prompt, f"{what},")
 
 
 async def _second_turns(subject: EndpointSubject, prompt: Sequence[int]) -> None:
