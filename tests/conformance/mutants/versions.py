@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
-from inflight.wire import InFlightPolicy
+from inflight.wire import InFlightPolicy, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import replaces
 
@@ -45,6 +45,12 @@ def relabelled(endpoint: EmbeddedEndpoint, load: Any, tensors: Any, version: int
 @replaces("_engine.pauses.pause")
 def drain_that_pauses(endpoint: EmbeddedEndpoint, pause: Any, policy: InFlightPolicy, on_paused: Any) -> None:
     pause(InFlightPolicy.KEEP if policy is InFlightPolicy.DRAIN else policy, on_paused)
+
+
+@replaces("pause")
+async def staged_drain_that_pauses(endpoint: EmbeddedEndpoint, pause: Any, update: WeightUpdate) -> None:
+    is_drained = update.staged and update.in_flight is InFlightPolicy.DRAIN
+    await pause(update.model_copy(update={"in_flight": InFlightPolicy.KEEP}) if is_drained else update)
 
 
 @replaces("_engine.scheduler.finish")
@@ -94,6 +100,12 @@ MUTANTS = (
         relabelled,
     ),
     Mutant("drain that pauses", "U-22", "Drain pauses running requests instead of finishing them.", drain_that_pauses),
+    Mutant(
+        "staged drain that pauses",
+        "U-22",
+        "A staged update under drain pauses running requests instead of finishing them.",
+        staged_drain_that_pauses,
+    ),
     Mutant("aborted as new", "U-23", "The last tokens of an aborted request get the new version.", aborted_as_new),
     Mutant("stream of the first", "U-24", "A stream names its first version in every chunk.", stream_of_the_first),
     Mutant("one behind", "U-25", "A completion that has a single version names the previous version.", one_behind),

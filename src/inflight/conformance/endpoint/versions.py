@@ -47,12 +47,16 @@ _LOOK_AT = (
 
 
 async def publish_next(
-    subject: EndpointSubject, published: dict[int, ReferenceWeights], policy: InFlightPolicy | None = None
+    subject: EndpointSubject,
+    published: dict[int, ReferenceWeights],
+    policy: InFlightPolicy | None = None,
+    *,
+    staged: bool = False,
 ) -> None:
     """Publish the next of A and B, whose logits are each other's negatives, and add its version to ``published``."""
     is_a = subject.publisher.version % 2 == 0
     colour = subject.reference.with_final_norm(_SHARPNESS if is_a else -_SHARPNESS, "A" if is_a else "B")
-    await subject.publisher.publish(colour, in_flight=policy)
+    await subject.publisher.publish(colour, in_flight=policy, staged=staged)
     published[subject.publisher.version] = colour
 
 
@@ -176,13 +180,13 @@ async def _publish_while_requests_end(
 @check("U-22", "updates drain", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.DRAIN)
 @check("U-23", "updates abort", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.ABORT)
 async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightPolicy) -> None:
-    """Under {policy}, a completion has tokens of only one version, and names it."""
+    """Under {policy}, a completion has tokens of only one version, and names it, also if the update is staged."""
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
-    for _ in range(_NUM_UPDATES):
+    for i in range(_NUM_UPDATES):
         num_tokens = min(subject.pace.shortened(_NUM_ENDED), subject.context_len // 4)
         running = await subject.start_running(4, max_tokens=num_tokens)
-        await publish_next(subject, published, policy)
+        await publish_next(subject, published, policy, staged=subject.capabilities.staging and i % 2 == 1)
         version = subject.publisher.version
         in_flight = 0
         for request, task in running:
