@@ -44,10 +44,53 @@ def asking(method: str, answer: Callable[[Any], bool]) -> Callable[[EmbeddedEndp
     return infect
 
 
-def forgets_ended_sessions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    session: Any = endpoint._updates._session
-    session._over = deque(maxlen=0)
+def remembering(num_sessions: int) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
+    """Remember so many ended sessions."""
+
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        session: Any = endpoint._updates._session
+        session._over = deque(maxlen=num_sessions)
+        return endpoint
+
+    return infect
+
+
+@replaces("_updates.receive")
+async def renewed_by_what_it_refuses(endpoint: EmbeddedEndpoint, own: Any, bucket: BucketTransfer) -> None:
+    if endpoint._updates._open is not None:
+        endpoint._updates._renew_lease(endpoint._updates._open)
+    await own(bucket)
+
+
+def forgets_expired_sessions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Remember only the sessions that were aborted or replaced."""
+    faulty: Any = endpoint._updates
+    end, abort, join = faulty._end, faulty.abort, faulty.join
+    asked: set[UpdateRef] = set()
+
+    async def ending(opened: Any) -> None:
+        await end(opened)
+        if opened.update.ref not in asked and opened.update.ref in faulty._session._over:
+            faulty._session._over.remove(opened.update.ref)
+
+    async def aborting(ref: UpdateRef) -> None:
+        asked.add(ref)
+        await abort(ref)
+
+    async def joining(spec: TransportSpec) -> None:
+        if faulty._open is not None:
+            asked.add(faulty._open.update.ref)
+        await join(spec)
+
+    faulty._end, faulty.abort, faulty.join = ending, aborting, joining
     return endpoint
+
+
+@replaces("_updates._session.request")
+def served_once_requested(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> Any:
+    opened = own(update)
+    endpoint._updates._session._served_incarnation = update.incarnation
+    return opened
 
 
 @replaces("abort_weight_update")
@@ -142,7 +185,25 @@ MUTANTS = (
         "If the call for a bucket that has arrived is repeated, the endpoint waits for the bucket again.",
         receives_again,
     ),
-    Mutant("forgets ended sessions", "E-48", "An aborted session may be requested again.", forgets_ended_sessions),
+    Mutant("forgets ended sessions", "E-48", "An aborted session may be requested again.", remembering(0)),
+    Mutant(
+        "remembers eight sessions",
+        "E-48",
+        "A session may be requested again after eight others have ended.",
+        remembering(8),
+    ),
+    Mutant(
+        "refused calls renew",
+        "E-48",
+        "A bucket of any session renews the lease of the open update, although it is refused.",
+        renewed_by_what_it_refuses,
+    ),
+    Mutant(
+        "expired sessions reopen",
+        "E-48",
+        "A session whose lease has expired may be requested again.",
+        forgets_expired_sessions,
+    ),
     Mutant(
         "late abort ends another session",
         "E-48",
@@ -160,6 +221,12 @@ MUTANTS = (
         "E-49",
         "A call of an earlier incarnation ends the open update before it is refused.",
         fenced_too_late,
+    ),
+    Mutant(
+        "incarnation of what was requested",
+        "U-58",
+        "Versions are compared within an incarnation from its first request on, even if that update is aborted.",
+        served_once_requested,
     ),
     Mutant(
         "only the owner's incarnation reported",

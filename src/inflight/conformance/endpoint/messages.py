@@ -8,7 +8,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 from inflight.base.tasks import cancel_and_wait, start
-from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.aftermath import (
     require_all_whole,
     require_old_weights,
@@ -16,6 +16,7 @@ from inflight.conformance.endpoint.aftermath import (
     require_serving,
     wait_until_settled,
 )
+from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLACK_S, SLOWNESS, within
 from inflight.conformance.reference import ReferenceWeights
@@ -190,10 +191,12 @@ async def _cancelled_after(seconds: float, call: Awaitable[object]) -> None:
     await cancel_and_wait(task)
 
 
-@check("U-58", "updates", look_at="whether versions are compared, and caches keyed, by run, incarnation and version")
+@check("U-58", "updates", deadline_s=30)
+@look_at("whether versions are compared, and caches keyed, by run, incarnation and version")
 async def another_run_starts_lower(subject: EndpointSubject) -> None:
     """Another run, or a later incarnation of the same run, may start at a lower version, even one that was served
-    before with other weights; requests use nothing that those weights computed."""
+    before with other weights; requests use nothing that those weights computed. That holds for every update of a later
+    incarnation until one is committed, whatever became of its earlier ones."""
     # A trainer that resumes from a checkpoint does this.
     publisher, reference = subject.publisher, subject.reference
     prompt = subject.prompt(min(_SEEN_LENGTH, subject.context_len // 2))
@@ -219,3 +222,25 @@ async def another_run_starts_lower(subject: EndpointSubject) -> None:
     (completion,) = await require_all_whole(subject.start(1, 16), "a request under another run")
     versions = {span.version for span in completion.version_spans}
     require(versions == {1}, f"under version 1 of another run, spans name {sorted(versions)}")
+    await _start_lower_after_an_abort(subject, another)
+
+
+async def _start_lower_after_an_abort(subject: EndpointSubject, earlier: SteppedPublisher) -> None:
+    """Require that a later incarnation whose first update was aborted may still start at a lower version."""
+    weights, other, served = subject.reference.weights, subject.reference.perturbed("D", seed=3), 5
+    await earlier.publish(weights, version=served)
+    later = subject.another_publisher(run_id=earlier.run_id, incarnation=earlier.incarnation + 1)
+    earlier.lose_group()
+    aborted = await later.request(other, version=served + 1)
+    answer = await later.abort(aborted)
+    when = "after the first update of a later incarnation was aborted"
+    require_serving(answer, served, "the abort of the first update of a later incarnation")
+    await subject.require_serves(weights, when)
+    try:
+        lower = await later.publish(other, version=served - 2)
+    except UpdateRefusedError as error:
+        fail(f"{when}, version {served - 2} of that incarnation was refused although none has been committed: {error}")
+    require(
+        lower.version == served - 2, f"{when}, it published {served - 2}, but {lower.version} is reported as served"
+    )
+    await subject.require_serves(other, f"{when}, and it published a lower version")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from inflight.conformance.checks import check, fail, look_at, require
-from inflight.conformance.endpoint.aftermath import require_old_weights
+from inflight.conformance.endpoint.aftermath import require_old_weights, require_serving
 from inflight.conformance.endpoint.control import require_open
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, SLACK_S, within
-from inflight.errors import FencedError, InflightError
-from inflight.wire import InFlightPolicy, UpdateRef, WeightUpdate, WeightVersion
+from inflight.conformance.reference import ReferenceWeights
+from inflight.errors import FencedError, InflightError, UpdateRefusedError
+from inflight.wire import EndpointState, InFlightPolicy, UpdateRef, WeightUpdate, WeightVersion
 
 LEVEL = "control"
 T = TypeVar("T")
@@ -21,6 +24,10 @@ _NUM_DRAINED = 150
 """Number of tokens of each request that a drain waits for."""
 _NUM_REPORTED = 16
 """Number of runs whose incarnations an endpoint reports."""
+_NUM_BETWEEN = 20
+"""Number of sessions that end after one that is then called again."""
+_LEASE_S, _BETWEEN_S = 1.2, 0.1
+"""Lease of an update during which late calls of another session arrive, and the time between them."""
 _NAMES = "whether run, version and session are remembered for open, served and ended updates"
 
 
@@ -77,10 +84,10 @@ async def _repeat_during_a_drain(subject: EndpointSubject) -> None:
     await publisher.abort(update)
 
 
-@check("E-48", "updates", deadline_s=40, look_at=_NAMES)
+@check("E-48", "updates", deadline_s=50, look_at=_NAMES)
 async def late_calls(subject: EndpointSubject) -> None:
-    """A call of a named session that was aborted or replaced is refused, even if the abort overtook it, and does not
-    disturb an open update."""
+    """A call of a named session that was aborted or replaced, or whose lease has expired, is refused, even if the abort
+    overtook it or other sessions have ended since. It neither disturbs an open update nor renews its lease."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     bucket_bytes = other.size_bytes // 2
@@ -112,6 +119,49 @@ async def late_calls(subject: EndpointSubject) -> None:
     for call, what in _calls(subject, second)[:3]:
         await subject.require_refused(call(), f"{what} of a session that another one has replaced")
     await require_old_weights(subject, "after the calls of a session that was replaced")
+
+    expired = await _expire_during_late_calls(subject, first, other)
+    for call, what in _calls(subject, expired)[:3]:
+        await subject.require_refused(call(), f"{what} of a session whose lease has expired")
+    require_serving(await publisher.abort(expired), publisher.version, "an abort of a session whose lease has expired")
+    await require_old_weights(subject, "after the calls of a session whose lease has expired")
+    aborted = await publisher.request(other, session_id="aborted")
+    overtaken = publisher.announcement(other, session_id="overtaken-long-ago")
+    for update in (aborted, overtaken):
+        await publisher.abort(update)
+    for i in range(_NUM_BETWEEN):
+        await publisher.abort(await publisher.request(other, session_id=f"between-{i}"))
+    for update, what in ((aborted, "aborted"), (overtaken, "aborted before it was requested")):
+        requesting = endpoint.request_weight_update(update)
+        await subject.require_refused(
+            requesting, f"a request of a session that was {what}, {_NUM_BETWEEN} sessions ago,"
+        )
+    await require_old_weights(subject, "after the request of a session that was aborted long ago")
+
+
+async def _expire_during_late_calls(
+    subject: EndpointSubject, ended: WeightUpdate, weights: ReferenceWeights
+) -> WeightUpdate:
+    """Make calls of a session that has ended until the lease of an open update expires; return that update.
+
+    Require that the lease expires in time, although the calls go on.
+    """
+    update = await subject.publisher.request(weights, session_id="expired", lease_s=_LEASE_S)
+    opened, num_calls = time.monotonic(), 0
+    while (found := await subject.endpoint.weight_version()).state is not EndpointState.READY:
+        open_s = time.monotonic() - opened
+        require(
+            open_s < _LEASE_S + SLACK_S,
+            f"an update with a lease of {_LEASE_S:g} s is still {found.state} {open_s:.2g} s after its only call, "
+            f"while {num_calls} calls of a session that had ended were made",
+        )
+        for call, _ in _calls(subject, ended)[:3]:
+            with contextlib.suppress(UpdateRefusedError):
+                await within(SLACK_S, call(), "a call of a session that had ended")
+            num_calls += 1
+        await asyncio.sleep(_BETWEEN_S)
+    subject.note(**{"late calls until the lease had expired": num_calls})
+    return update
 
 
 def _calls(subject: EndpointSubject, update: WeightUpdate) -> list[tuple[Callable[[], Awaitable[object]], str]]:
