@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.errors import InvalidRequestError, UpdateRefusedError
 from inflight.wire import (
+    BucketTransfer,
     EndpointState,
     GenerateRequest,
     GenerateResponse,
@@ -61,6 +63,21 @@ def pauses_as(taken: InFlightPolicy, instead: InFlightPolicy) -> Callable[..., N
     return lambda engine, pause, policy, on_paused: pause(instead if policy is taken else policy, on_paused)
 
 
+@replaces("_engine.scheduler.cancel_started")
+def ends_what_runs(endpoint: EmbeddedEndpoint, _: Any) -> None:
+    scheduler = endpoint._engine.scheduler
+    for request in dict.fromkeys(sequence.request for sequence in scheduler.running.values()):
+        scheduler.cancel(request)
+
+
+@replaces("_engine.scheduler.cancel_started")
+def ends_what_has_tokens(endpoint: EmbeddedEndpoint, _: Any) -> None:
+    scheduler = endpoint._engine.scheduler
+    for sequence in [*scheduler.running.values(), *(it for it in scheduler.waiting if it.token_ids)]:
+        scheduler.waiting = deque(it for it in scheduler.waiting if it is not sequence)
+        scheduler.finish(sequence, "abort")
+
+
 @replaces("generate")
 async def refuses_newcomers(endpoint: EmbeddedEndpoint, own: Any, request: GenerateRequest) -> GenerateResponse:
     if (await endpoint.weight_version()).state is not EndpointState.READY:
@@ -106,6 +123,30 @@ def accepts_any_run(endpoint: EmbeddedEndpoint, reason: Any, update: WeightUpdat
 async def aborts_whatever_is_open(endpoint: EmbeddedEndpoint, _: Any, ref: UpdateRef) -> WeightVersion:
     await end_what_is_open(endpoint, ref.run_id)
     return await endpoint.weight_version()
+
+
+@replaces("_updates.receive")
+async def no_lease_once_complete(endpoint: EmbeddedEndpoint, own: Any, bucket: BucketTransfer) -> None:
+    await own(bucket)
+    opened = endpoint._updates._open
+    if opened is not None and bucket.bucket_index == len(opened.update.buckets) - 1:
+        opened.stop_lease()
+
+
+def repetitions_renew_nothing(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    faulty: Any = endpoint._updates
+    request, receive, renew = faulty.request, faulty.receive, faulty._renew_lease
+
+    async def without_renewing(repeated: bool, call: Any) -> None:
+        faulty._renew_lease = (lambda _: None) if repeated else renew
+        try:
+            await call
+        finally:
+            faulty._renew_lease = renew
+
+    faulty.request = lambda it: without_renewing(faulty._session.is_open(it.ref), request(it))
+    faulty.receive = lambda it: without_renewing(faulty._session.has_bucket(it), receive(it))
+    return endpoint
 
 
 def lease_from_the_pause_on(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -178,6 +219,18 @@ MUTANTS = (
         "A pause under abort pauses running requests instead of ending them.",
         pausing(pauses_as(InFlightPolicy.ABORT, InFlightPolicy.KEEP)),
     ),
+    Mutant(
+        "recomputed although paused by abort",
+        "E-36",
+        "A pause under abort does not end requests that wait to be recomputed.",
+        ends_what_runs,
+    ),
+    Mutant(
+        "siblings outlive a pause by abort",
+        "E-36",
+        "A pause under abort ends completions, and those of the same request that wait for a slot go on waiting.",
+        ends_what_has_tokens,
+    ),
     Mutant("double pause accepted", "E-37", "A second update replaces the open one.", accepts_a_second_pause),
     Mutant("commit of nothing", "E-38", "A commit without an update returns the served version.", commits_nothing),
     Mutant("early commit ends the update", "E-39", "A refused commit ends the update.", ended_by_an_early_commit),
@@ -192,6 +245,18 @@ MUTANTS = (
         "E-43",
         "A lease starts with the pause, and no message renews it.",
         lease_from_the_pause_on,
+    ),
+    Mutant(
+        "no lease once complete",
+        "E-43",
+        "An update whose buckets have all arrived never expires.",
+        no_lease_once_complete,
+    ),
+    Mutant(
+        "repetitions renew nothing",
+        "E-43",
+        "A repeated request and a repeated bucket do not renew the lease.",
+        repetitions_renew_nothing,
     ),
     Mutant(
         "answer before the switch", "E-44", "A commit returns the previously served version.", answers_before_the_switch

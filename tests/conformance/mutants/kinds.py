@@ -231,6 +231,12 @@ MUTANTS = (
         prefixes_keyed_by(lambda update: (update.run_id, update.version)),
     ),
     Mutant(
+        "prefixes of the same version kept",
+        "E-40",
+        "Cached prompts are identified by run, incarnation and version, although a version may be published again.",
+        prefixes_keyed_by(lambda update: (update.run_id, update.incarnation, update.version)),
+    ),
+    Mutant(
         "LoRA kept by updates in part",
         "U-30",
         "A partial update leaves a LoRA in the tensors that it does not send.",

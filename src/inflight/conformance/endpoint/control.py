@@ -14,12 +14,15 @@ from inflight.conformance.endpoint.aftermath import (
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import GRACE_S, SLACK_S
+from inflight.conformance.reference import ReferenceWeights
 from inflight.wire import EndpointState, WeightUpdate, WeightVersion
 
 LEVEL = "control"
 _LEASE_S = 1.2
 _PAUSE_S = 0.7
 """Time between two messages: shorter than the lease, but more than half of it."""
+_SEEN_LENGTH = 64
+"""Length of a prompt that is sent again. Engines cache whole pages of 16 tokens or more."""
 _STATES = (
     "the transitions of docs/contract.md: which call is allowed in which state; a refused call must change no state"
 )
@@ -77,17 +80,21 @@ async def early_commit(subject: EndpointSubject) -> None:
 @check("E-40", "updates", look_at="whether versions are compared within a run, and with < instead of <=")
 async def versions_never_go_back(subject: EndpointSubject) -> None:
     """A version of the same run that is lower than the served one is refused; the served version may be published
-    again."""
+    again, also with other weights, and requests then use nothing that the previous weights computed."""
     publisher, reference = subject.publisher, subject.reference
-    other = reference.with_final_norm(-1.0, "B")
+    prompt = subject.prompt(min(_SEEN_LENGTH, subject.context_len // 2))
+    other = reference.perturbed("B")  # weights whose keys and values differ too
     for _ in range(2):
         await publisher.publish(reference.weights)
     lower = subject.endpoint.request_weight_update(publisher.announcement(other, version=publisher.version - 1))
     await subject.require_refused(lower, "a version lower than the served one")
     await require_old_weights(subject, "after a version lower than the served one was refused")
+    await subject.require_serves(reference.weights, "before the served version is published again", prompt)
     answer, version = await publisher.publish(other, version=publisher.version), publisher.version
     require(answer.version == version, f"version {version} was published again, but {answer.version} is served")
-    await subject.require_serves(other, "after the served version was published again")
+    when = "after the served version was published again with other weights"
+    await subject.require_serves(other, f"{when}, for a prompt not seen before")
+    await subject.require_serves(other, f"{when}, for a prompt seen before", prompt)
 
 
 @check("E-41", "updates")
@@ -137,10 +144,10 @@ async def repeated_abort(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after an abort of a committed update")
 
 
-@check("E-43", "updates", deadline_s=30, look_at="the timer that aborts the update, and the calls that restart it")
+@check("E-43", "updates", deadline_s=45, look_at="the timer that aborts the update, and the calls that restart it")
 async def lease(subject: EndpointSubject) -> None:
-    """When its lease expires, a pause ends on its own, with the old weights; every message of the update renews the
-    lease."""
+    """When its lease expires, a pause ends on its own, with the old weights, also if all buckets have arrived; every
+    message of the update, repeated ones included, renews the lease."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     for staged in (False, True) if subject.capabilities.staging else (False,):
         options = {"staged": staged, "lease_s": _LEASE_S, "bucket_bytes": other.size_bytes // 2}
@@ -157,6 +164,35 @@ async def lease(subject: EndpointSubject) -> None:
     await require_old_weights(subject, f"after a lease of {_LEASE_S:g} s had expired", seconds=_LEASE_S + SLACK_S)
     await require_all_whole(waiting, "a request that waited for a lease to expire")
     await subject.require_refused(publisher.commit(update), "a commit after the lease")
+    await _repeated_calls_renew(subject, other)
+    await _lease_of_a_complete_update(subject, other)
+
+
+async def _repeated_calls_renew(subject: EndpointSubject, weights: ReferenceWeights) -> None:
+    """Require that repeated calls of a named session renew its lease: each comes before the lease has expired, but
+    only repetitions come between two others."""
+    publisher, endpoint = subject.publisher, subject.endpoint
+    update = await publisher.request(weights, session_id="repeated", lease_s=_LEASE_S)
+    await asyncio.sleep(_PAUSE_S)
+    await endpoint.request_weight_update(update.model_copy())
+    await asyncio.sleep(_PAUSE_S)
+    await require_open(subject, update, f"{_PAUSE_S:g} s after request_weight_update was repeated")
+    await publisher.send_all(update, weights)
+    await asyncio.sleep(_PAUSE_S)
+    await endpoint.receive_weights(publisher.transfer(update, 0))
+    await asyncio.sleep(_PAUSE_S)
+    await require_open(subject, update, f"{_PAUSE_S:g} s after a bucket that had arrived was repeated")
+    await publisher.commit(update)
+    await publisher.publish(subject.reference.weights)
+
+
+async def _lease_of_a_complete_update(subject: EndpointSubject, weights: ReferenceWeights) -> None:
+    """Require that an update whose buckets have all arrived, but that is not committed, ends with its lease."""
+    update = await subject.publisher.request(weights, lease_s=_LEASE_S, bucket_bytes=weights.size_bytes // 2)
+    await subject.publisher.send_all(update, weights)
+    when = f"after the lease of {_LEASE_S:g} s of an update whose buckets had all arrived"
+    await require_old_weights(subject, when, seconds=_LEASE_S + SLACK_S, may_be_torn=True)
+    await subject.require_refused(subject.publisher.commit(update), f"a commit {when}")
 
 
 @check("E-44", "updates")
