@@ -14,7 +14,7 @@ from inflight.errors import InvalidRequestError
 from inflight.wire import AbortRequests
 from tests.conformance.mutants.caches import cached
 from tests.conformance.mutants.mutant import Mutant
-from tests.conformance.mutants.patches import answering, without_last
+from tests.conformance.mutants.patches import answering, replaces, without_last
 
 
 def _at_abort(endpoint: EmbeddedEndpoint, change: Any) -> EmbeddedEndpoint:
@@ -151,6 +151,33 @@ def answered_and_sampled_on(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return _aborting(endpoint, abort)
 
 
+@replaces("_engine.scheduler.cancel")
+def those_to_be_recomputed_stay(endpoint: EmbeddedEndpoint, cancel: Any, request: Any) -> None:
+    scheduler: Any = endpoint._engine.scheduler
+    staying = [it for it in scheduler.waiting if it.request is request and it.token_ids]
+    cancel(request)
+    scheduler.waiting.extendleft(reversed(staying))
+
+
+def aborted_when_they_arrive(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    engine: Any = endpoint._engine
+    add = engine.scheduler.add
+    early: set[str] = set()
+
+    def abort(engine: Any, own: Any, request_ids: Iterable[str]) -> None:
+        early.update(it for it in request_ids if it not in engine.scheduler.requests)
+        own(request_ids)
+
+    def faulty(request: Any) -> None:
+        add(request)
+        if request.request_id in early:
+            early.remove(request.request_id)
+            engine.scheduler.cancel(request)
+
+    engine.scheduler.add = faulty
+    return _aborting(endpoint, abort)
+
+
 MUTANTS = (
     Mutant(
         "half of the part lost",
@@ -186,6 +213,18 @@ MUTANTS = (
     ),
     Mutant("abort refused", "E-69", "An abort that names an id that is not running is refused.", strict_about_ids),
     Mutant("waiting not aborted", "E-69", "Waiting completions are not aborted.", those_that_wait_stay),
+    Mutant(
+        "recomputed although aborted",
+        "E-69",
+        "Aborted requests that waited to be recomputed are answered, but recomputed and sampled to their ends.",
+        those_to_be_recomputed_stay,
+    ),
+    Mutant(
+        "aborted on arrival",
+        "E-69",
+        "A request whose id was aborted before it arrived ends when it arrives.",
+        aborted_when_they_arrive,
+    ),
     Mutant(
         "answered and sampled on",
         "E-69",

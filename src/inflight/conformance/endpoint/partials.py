@@ -13,6 +13,7 @@ from typing import Any
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.forms import assembled
+from inflight.conformance.endpoint.pauses import start_recomputed_later
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.tokens import fill_slots
 from inflight.conformance.endpoint.versions import check_spans, publish_next
@@ -145,14 +146,15 @@ async def spans_of_both_parts(subject: EndpointSubject) -> None:
         require(min(num_spans) > 1, f"no update under {policy} happened during one of the parts: {num_spans} spans")
 
 
-@check("E-69", "partial_rollouts model", deadline_s=120)
+@check("E-69", "partial_rollouts model", deadline_s=150)
 @look_at(
-    "whether requests are matched by their whole ids, and whether those that the engine has queued, or that have not "
-    "reached it yet, end too"
+    "whether requests are matched by their whole ids, and whether those that the engine has queued, for the first time "
+    "or to be recomputed, or that have not reached it yet, end too"
 )
 async def only_those_requests_end(subject: EndpointSubject) -> None:
-    """Once abort_requests has returned, no part of these requests is running; completions that were waiting end without
-    a token, other requests continue, and ids that are not running are ignored."""
+    """Once abort_requests has returned, no part of these requests is running, also if they waited to be recomputed;
+    completions that were waiting for the first time end without a token, other requests continue, and ids that are not
+    running are ignored, also when requests with these ids arrive later."""
     num_slots = subject.capabilities.max_concurrent_sequences
     _require_two_slots(subject)
     if num_slots > _MAX_SLOTS:
@@ -175,9 +177,12 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
     )
     await _until_at_most(subject, 2)
     await _abort_several(subject, "never-asked-for")
+    await _require_sampled(subject, "never-asked-for")
     await _abort_half_done(subject)
     if subject.missing("updates") is None:
         await _abort_during_a_pause(subject)
+        if InFlightPolicy.RECOMPUTE in subject.capabilities.in_flight_policies:
+            await _abort_while_recomputed(subject)
     for request, task in ((other, answer), (similar, answers[0])):
         (completion,) = (
             await within(_WHOLE_S, task, "a request with an id similar to that of an aborted one")
@@ -198,6 +203,37 @@ async def _abort_several(subject: EndpointSubject, unknown: str) -> None:
         (completion,) = (await within(SLACK_S, answer, "one of several requests that were aborted")).completions
         words = f"one of several requests that were aborted ended with {completion.finish_reason!r}"
         require(completion.finish_reason == "abort", words)
+
+
+async def _require_sampled(subject: EndpointSubject, aborted: str) -> None:
+    """Require that a request whose id was aborted before it was sent is sampled like any other."""
+    request = subject.request(max_tokens=_MEANWHILE).model_copy(update={"request_id": aborted})
+    answering = subject.endpoint.generate(request)
+    (completion,) = (await within(_LIMIT_S, answering, "a request whose id was aborted before it was sent")).completions
+    num, reason = len(completion.token_ids), completion.finish_reason
+    require(
+        (num, reason) == (_MEANWHILE, "length"),
+        f"a request whose id was aborted before it was sent ended with {reason!r} and {num} of {_MEANWHILE} tokens",
+    )
+
+
+async def _abort_while_recomputed(subject: EndpointSubject) -> None:
+    """Require that requests end that are aborted while they wait to be recomputed.
+
+    An update makes an engine recompute more tokens than it computes in a step, so that some requests wait.
+    """
+    await subject.publisher.form_group()
+    running = await start_recomputed_later(subject, subject.capabilities.max_concurrent_sequences - 2)
+    await subject.publisher.publish(subject.reference.weights, in_flight=InFlightPolicy.RECOMPUTE)
+    ids = AbortRequests(request_ids=tuple(request.request_id for request, _ in running))
+    what = "requests that an update under recompute had just interrupted"
+    await within(_LIMIT_S, subject.aborting.abort_requests(ids), f"abort_requests of {what}")
+    for _, answer in running:
+        (completion,) = (await within(SLACK_S, answer, f"one of {what} and that were aborted")).completions
+        reason, num = completion.finish_reason, len(completion.token_ids)
+        require(reason == "abort", f"one of {what} and that were aborted ended with {reason!r} after {num} tokens")
+    await asyncio.sleep(GRACE_S)  # none of them may start again
+    await _until_at_most(subject, 2, f"{len(running)} {what} were aborted")
 
 
 async def _abort_during_a_pause(subject: EndpointSubject) -> None:
@@ -290,10 +326,10 @@ def _require_version(completion: Completion, version: int, what: str) -> None:
     require(named == [version], f"{what} was sampled only under version {version}, but names {named}")
 
 
-async def _until_at_most(subject: EndpointSubject, num: int) -> None:
+async def _until_at_most(subject: EndpointSubject, num: int, when: str = "a request was aborted") -> None:
     deadline = time.monotonic() + _REPORTED_S
     while (found := (await subject.endpoint.weight_version()).num_running) > num:
-        words = f"{found} sequences run, but only {num} requests were not aborted"
+        words = f"{_REPORTED_S:g} s after {when}, {found} sequences run, but only {num} requests were not aborted"
         require(time.monotonic() < deadline, words)
         await asyncio.sleep(0.005)
 

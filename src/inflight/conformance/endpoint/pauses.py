@@ -7,10 +7,15 @@ import asyncio
 import time
 
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.endpoint.aftermath import require_all_sampled_from, require_all_whole, require_old_weights
+from inflight.conformance.endpoint.aftermath import (
+    require_all_sampled_from,
+    require_all_whole,
+    require_old_weights,
+    until_running,
+)
 from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
-from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, until, within
+from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, SLOWNESS, until, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.wire import CompletionChunk, EndpointState, GenerateRequest, InFlightPolicy, WeightUpdate
 
@@ -27,6 +32,11 @@ _MOST_SLOTS = 64
 """Maximum number of slots that a check fills to make further requests wait."""
 _ADMITTED_S = 0.1
 """How long sent requests may take to be queued."""
+_NUM_RECOMPUTED, _LENGTH_RECOMPUTED, _RECOMPUTED_S = 16, 1000, 4.0
+"""Requests whose prompts take an engine many steps: their largest number, the length of their prompts, and the seconds
+that the prompts may take in total; slow endpoints receive shorter prompts."""
+_NUM_BEYOND = 4
+"""Number of completions of a request that wait for a slot while its others run."""
 _PAUSE = "whether the pause is acknowledged only after the engine has finished the step in flight and stopped"
 _PAUSED = "what pausing and resuming do to running requests: they must be neither answered, nor lost, nor restarted"
 _DRAIN = "whether new requests stay in the queue while a drain continues, and what enforces its deadline"
@@ -210,11 +220,15 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
     await require_all_whole(running, "a request that ran while a drain was refused")
 
 
-@check("E-36", "updates abort", deadline_s=40)
-@look_at("whether aborted requests are answered with their tokens, before the pause is acknowledged")
+@check("E-36", "updates abort", deadline_s=75)
+@look_at(
+    "whether aborted requests are answered with their tokens, before the pause is acknowledged, and whether those that "
+    "wait to be recomputed, and completions that wait while others of their request run, end too"
+)
 async def abort_ends_requests(subject: EndpointSubject) -> None:
-    """Under abort, running requests end with the tokens that they have and finish reason abort; waiting requests end
-    without a token, or are served by the weights that are in service when the pause ends."""
+    """Under abort, every request of which a token was sampled ends as a whole, with the tokens that it has and finish
+    reason abort, also if it waits to be recomputed or some of its completions wait for a slot; other waiting requests
+    end without a token, or are served by the weights that are in service when the pause ends."""
     await subject.publisher.form_group()
     num_slots = subject.capabilities.max_concurrent_sequences
     others = await subject.start_running(num_slots) if num_slots <= _MOST_SLOTS else await subject.start_running(4)
@@ -253,3 +267,64 @@ async def abort_ends_requests(subject: EndpointSubject) -> None:
         require(reason == "abort", f"a stream that ran when a pause by abort began ended with {reason!r}")
     await subject.publisher.abort(update)
     await subject.require_serves(other, "after a pause by abort was abandoned")
+    await _abort_what_has_begun(subject)
+
+
+async def _abort_what_has_begun(subject: EndpointSubject) -> None:
+    """Require that a pause by abort ends what has tokens but waits, or shares a request with what runs."""
+    publisher, weights = subject.publisher, subject.reference.weights
+    num_slots = subject.capabilities.max_concurrent_sequences
+    if InFlightPolicy.RECOMPUTE in subject.capabilities.in_flight_policies:
+        running = await start_recomputed_later(subject, num_slots)
+        await publisher.publish(weights, in_flight=InFlightPolicy.RECOMPUTE)
+        what = "a request that an update under recompute had just interrupted"
+        await _require_ended_as_a_whole(subject, running, what)
+    if num_slots <= _MOST_SLOTS:
+        num = num_slots + _NUM_BEYOND
+        running = await subject.start_running(1, n=num)
+        await until_running(subject, num_slots, SERVED_S, f"of {num} completions, {num_slots} were not being decoded")
+        await asyncio.sleep(_ADMITTED_S)
+        await _require_ended_as_a_whole(subject, running, f"a request for {num} completions in {num_slots} slots")
+
+
+async def start_recomputed_later(subject: EndpointSubject, num: int) -> Running:
+    """Start requests that an engine does not recompute in one step, and return them once their prompts are computed."""
+    num = max(1, min(num, _NUM_RECOMPUTED))
+    length = min(_LENGTH_RECOMPUTED, subject.context_len // 3, subject.pace.prompt_len(_RECOMPUTED_S / num))
+    running: Running = []
+    for i in range(num):
+        running += await subject.start_running(1, prompt=subject.prompt(length, seed=200 + i))
+    deadline = time.monotonic() + SERVED_S * SLOWNESS.get()
+    while (found := (await subject.endpoint.weight_version()).num_running) < num:
+        require(time.monotonic() < deadline, f"{num} requests were not being decoded in time (num_running is {found})")
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(num * length * subject.pace.prompt_token_s)  # it may count requests from when they are sent
+    return running
+
+
+async def _require_ended_as_a_whole(subject: EndpointSubject, running: Running, what: str) -> None:
+    """Pause by abort, and commit; require that each request of which any token was sampled before ends with the pause.
+
+    The other requests are sampled under the new weights alone.
+    """
+    weights = subject.reference.weights
+    update = await subject.publisher.request(weights, in_flight=InFlightPolicy.ABORT)
+    await asyncio.wait([task for _, task in running], timeout=GRACE_S)
+    left = [task for _, task in running if not task.done()]
+    await subject.publisher.complete(update, weights)
+    for task in left:
+        completions = (await within(2 * SERVED_S, task, f"{what}, after a pause by abort")).completions
+        named = sorted({span.version for it in completions for span in it.version_spans})
+        require(
+            not named or named[0] >= update.version,
+            f"{what} had tokens when a pause by abort began, but continued after it: version {update.version} was "
+            f"published, and its completions name versions {named}",
+        )
+    ended = [(request, task.result()) for request, task in running if task not in left]
+    for request, response in ended:
+        for completion in response.completions:
+            reason, num_tokens = completion.finish_reason, len(completion.token_ids)
+            words = f"{what} ended with {reason!r} and {num_tokens} tokens at a pause by abort"
+            require(reason == "abort" or num_tokens == request.sampling.max_tokens, words)
+    num_aborted = sum(it.finish_reason == "abort" for _, response in ended for it in response.completions)
+    subject.note(**{f"ended at a pause by abort, {what}": (len(ended), f"{num_aborted} completions aborted")})
