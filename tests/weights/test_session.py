@@ -268,3 +268,16 @@ def test_a_trainer_that_does_not_count_incarnations_may_return_at_any_time() -> 
     for run_id in ("a", *map(str, range(20)), "a"):
         session.fence(run_id, 0)
     assert session.owner == "a"
+
+
+def test_256_aborted_sessions_are_remembered() -> None:
+    session = UpdateStateMachine(SPECS)
+    session.note_joined()
+    session.note_group_formed("run-a")
+    updates = [update_to(1).model_copy(update={"session_id": f"attempt-{i}"}) for i in range(256)]
+    for update in updates:
+        session.request(update)
+        session.forbid(update.ref)  # as a receiver's abort does
+        session.abort()
+    with pytest.raises(UpdateRefusedError, match="its session 'attempt-0' has ended"):
+        session.request(updates[0])

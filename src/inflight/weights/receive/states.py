@@ -351,7 +351,7 @@ class UpdateStateMachine:
     def forbid(self, ref: UpdateRef) -> None:
         """Refuse this named session from now on: it was aborted, and a late request would otherwise reopen it."""
         if ref.session_id:
-            self._over.append(ref)
+            self._remember(ref)
 
     @property
     def is_torn(self) -> bool:
@@ -387,9 +387,13 @@ class UpdateStateMachine:
         opened, self._open = self._open, None
         assert opened is not None
         opened.is_over = True
-        self._over.append(opened.update.ref)
+        self._remember(opened.update.ref)
         self._num_changes += 1
         return opened
+
+    def _remember(self, ref: UpdateRef) -> None:
+        if ref not in self._over:  # an abort forbids the session before it ends the update
+            self._over.append(ref)
 
     def _require_open(self, ref: UpdateRef) -> OpenUpdate:
         if self._open is None:
