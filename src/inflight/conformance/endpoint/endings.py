@@ -28,12 +28,15 @@ _STOP_LENGTHS = (2, 4, 3, 2)
 """Number of tokens in the stop string of each case."""
 _MOST_SEEDS = 40
 """Maximum number of completions that are searched for a place at which to stop."""
+_NEVER = "\x00 never"
+_NUM_STOP_STRINGS, _NUM_STOP_TOKENS = 6, 40
+"""Numbers of stop strings and stop tokens of which only the last occurs. OpenAI's limit is 4 strings."""
 
 
 @check("E-19", deadline_s=60, look_at="whether the engine drops the stop token from its output")
 async def stop_token_ids(subject: EndpointSubject) -> None:
-    """A completion ends at the first of its stop_token_ids, which is listed with its logprob, and the finish reason is
-    stop; the same token in the prompt does not end it."""
+    """A completion ends at the first of its stop_token_ids, however many they are, which is listed with its logprob,
+    and the finish reason is stop; the same token in the prompt does not end it."""
     num_stopped = 0
     for seed in range(_NUM_CASES):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
@@ -48,6 +51,11 @@ async def stop_token_ids(subject: EndpointSubject) -> None:
     first = free.token_ids[0]
     found = await subject.generate(prompt, max_tokens=24, stop_token_ids=(first,), **same)
     _require_ended(found, [i for i, token in enumerate(found.token_ids) if token == first], 24, f"stop token {first}")
+    others = [i for i in range(subject.capabilities.vocab_size) if i not in free.token_ids][: _NUM_STOP_TOKENS - 1]
+    found = await subject.generate(prompt, max_tokens=24, stop_token_ids=(*others, free.token_ids[8]), **same)
+    ends = [i for i, token in enumerate(found.token_ids) if token in (*others, free.token_ids[8])]
+    what = f"{len(others) + 1} stop tokens, of which only the last, {free.token_ids[8]}, was sampled without them"
+    _require_ended(found, ends, 24, what)
     await require_each_stopped(subject, seed=19)
 
 
@@ -73,8 +81,9 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
 @check("E-20", "model", deadline_s=60)
 @look_at("whether tokens are cut with the text, and whether the text is searched after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
-    """A completion ends at the token that completes a stop string. That token is listed with its logprob, and the
-    finish reason is stop. A stop string that lies in the prompt, or begins there, does not end the completion."""
+    """A completion ends at the token that completes any of its stop strings, which may be one character that several
+    tokens spell. That token is listed with its logprob, and the finish reason is stop. A stop string that lies in the
+    prompt, or begins there, does not end the completion, nor does one that lies or begins in an earlier part of it."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
@@ -87,13 +96,15 @@ async def stop_strings(subject: EndpointSubject) -> None:
             continue
         num_cases += 1
         try:
-            words = (stop, "\x00 never") if num_cases % 2 else ("\x00 never", stop)
+            never = tuple(f"{_NEVER} {i}" for i in range(_NUM_STOP_STRINGS - 1))
+            words = (stop, _NEVER) if num_cases % 2 else (*never, stop)
             request, found = await subject.ask(prompt, max_tokens=48, stop=words, **same)
         except InvalidRequestError as error:
             if "tokenizer" in str(error):
                 skip(str(error))
             raise
-        num_stopped += _require_ended(found, _completing(tokenizer, stop, found), 48, f"stop string {stop!r}")
+        what = f"{len(words)} stop strings, of which only {stop!r} occurs"
+        num_stopped += _require_ended(found, _completing(tokenizer, stop, found), 48, what)
         require_right_logprobs(subject, request, found, "a completion with a stop string")
         if num_cases == _NUM_CASES:
             break
@@ -101,6 +112,7 @@ async def stop_strings(subject: EndpointSubject) -> None:
         skip(f"{_MOST_SEEDS} completions contain no two tokens of plain text that could end a completion")
     _require_most_stopped(subject, num_stopped, num_cases)
     await _require_stopped_at_once(subject, tokenizer)
+    await _require_stopped_by_a_character(subject, tokenizer)
     await _require_each_stopped_by_text(subject, tokenizer)
     await _require_prompt_ignored(subject, tokenizer)
 
@@ -119,6 +131,36 @@ async def _require_stopped_at_once(subject: EndpointSubject, tokenizer: Any) -> 
             return
 
 
+async def _require_stopped_by_a_character(subject: EndpointSubject, tokenizer: Any) -> None:
+    """Require that a completion ends at the last token of a character that several tokens spell, if one is found."""
+    for seed in range(_MOST_SEEDS):
+        prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
+        free = await subject.generate(prompt, max_tokens=48, **same)
+        if (stop := _spelled_character(tokenizer, free.token_ids)) is not None:
+            found = await subject.generate(prompt, max_tokens=48, stop=(stop,), **same)
+            what = f"stop string {stop!r}, one character that several tokens spell"
+            _require_ended(found, _completing(tokenizer, stop, found), 48, what)
+            subject.note(character_of_several_tokens=stop)
+            return
+    subject.note(character_of_several_tokens=f"none in {_MOST_SEEDS} completions")
+
+
+def _spelled_character(tokenizer: Any, token_ids: Sequence[int]) -> str | None:
+    """Return a character that adjacent tokens spell only together, after a token of plain text; None if there is
+    none."""
+    special = set(tokenizer.all_special_ids)
+    for start, num in product(range(1, len(token_ids) - 1), (2, 3, 4)):
+        ids = list(token_ids[start - 1 : start + num])
+        text = tokenizer.decode(ids[1:])
+        if len(text) != 1 or text.isascii() or not text.isprintable() or text == "\ufffd" or special & set(ids):
+            continue
+        before = tokenizer.decode(list(token_ids[: start + num - 1]))
+        plain = tokenizer.decode(ids[:1])
+        if plain.isascii() and plain.isprintable() and tokenizer.decode(ids) == plain + text and text not in before:
+            return str(text)
+    return None
+
+
 async def _require_each_stopped_by_text(subject: EndpointSubject, tokenizer: Any) -> None:
     """Require that each completion of a request ends at the first occurrence of a stop string in its own text."""
     asked: dict[str, Any] = {"n": _NUM_CASES, "max_tokens": 48}
@@ -135,15 +177,22 @@ async def _require_each_stopped_by_text(subject: EndpointSubject, tokenizer: Any
 
 
 async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> None:
-    """Require that no stop string is found in a prompt that contains it, or that ends with its first token."""
+    """Require that no stop string is found in a prompt that contains it, or that ends with its first token, even if the
+    end of the prompt is an earlier part of the completion."""
     for seed in range(_MOST_SEEDS):
         prompt = subject.prompt(seed=seed)
         free = (await subject.generate(prompt, max_tokens=32, temperature=0.0)).token_ids
         if (stop := plain_text(tokenizer, free, 2)) is None:
             continue
         cut = next(i for i in range(len(free)) if stop in tokenizer.decode(list(free[: i + 1])))
-        for start, where in ((cut, "begins at the end of the prompt"), (cut + 1, "is the end of the prompt")):
-            found = await subject.generate((*prompt, *free[:start]), max_tokens=8, temperature=0.0, stop=(stop,))
+        of_prompt = ("begins at the end of the prompt", 0), ("is the end of the prompt", 0)
+        of_part = ("begins at the end of the part before", cut), ("is the end of the part before", cut + 1)
+        both = subject.capabilities.partial_rollouts
+        for i, (where, num_continued) in enumerate((*of_prompt, *(of_part if both else ()))):
+            ids = (*prompt, *free[: cut + i % 2])
+            request = subject.request(ids, max_tokens=8, temperature=0.0, stop=(stop,))
+            request = request.model_copy(update={"num_continued": num_continued})
+            (found,) = (await subject.endpoint.generate(request)).completions
             ends = _completing(tokenizer, stop, found)
             _require_ended(found, ends, 8, f"stop string {stop!r}, which {where}")
         return
