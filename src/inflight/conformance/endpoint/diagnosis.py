@@ -8,7 +8,7 @@ involving caches, pages, labels or ids.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from inflight.base.shortened import shortened
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLOWNESS
 from inflight.conformance.reference import chosen, distribution
-from inflight.wire import Completion, GenerateRequest
+from inflight.wire import Completion, GenerateRequest, SamplingParams
 
 Asked = tuple[GenerateRequest, Completion]
 
@@ -29,13 +29,29 @@ _ROUNDED = 3.0
 """Differences of at most this many times a dtype's rounding error are attributed to that dtype."""
 _RIGHT = (
     "prompts of {} to {} tokens that were never sent before have correct logprobs under the weights of the "
-    "checkpoint: the model itself is computed correctly, and the fault lies in what was kept, labelled or loaded"
+    "checkpoint: the model itself is computed correctly, and the fault lies in {}"
 )
+_KEPT = "what was kept, labelled or loaded"
+_FILTERS = ("temperature", "top_p", "top_k", "min_p")
 _EDGE = "an edge of chunks or of a kernel's blocks, not a page, cache, label or id"
 
 
-async def diagnose(subject: EndpointSubject) -> str:
+def other_parameters(asked: Iterable[SamplingParams]) -> str:
+    """Return the temperatures and filters among these parameters that no experiment requests; empty if there are
+    none."""
+    plain = SamplingParams()
+    values: dict[str, set[float]] = {
+        name: {getattr(it, name) for it in asked} - {getattr(plain, name)} for name in _FILTERS
+    }
+    words = [f"{name}={value:.3g}" for name in _FILTERS for value in sorted(values[name])]
+    return ", ".join(words[:6]) + (" or others" if len(words) > 6 else "")
+
+
+async def diagnose(subject: EndpointSubject, others: str = "") -> str:
     """Return what the experiments show about the endpoint, which must serve the checkpoint's weights.
+
+    ``others`` are temperatures and filters that the failed check requested: the experiments sample at temperature 1
+    without filters and do not show whether these are right.
 
     No experiment begins after `_LIMIT_S` seconds; slow endpoints get more time.
     """
@@ -47,7 +63,10 @@ async def diagnose(subject: EndpointSubject) -> str:
     gaps = {length: subject.gap(subject.reference.weights, *asked[length]) for length in sorted(asked)}
     wrong = [length for length, gap in gaps.items() if gap > subject.tolerance]
     if not wrong:
-        return await _of_decoded(subject) or _RIGHT.format(min(gaps), max(gaps))
+        cause = _KEPT
+        if others:
+            cause += f", or in how sampling parameters are applied: the check also requested {others}"
+        return await _of_decoded(subject) or _RIGHT.format(min(gaps), max(gaps), cause)
     largest = max(gaps.values())
     words = f"prompts that were never sent before are wrong too, by up to {largest:.3g} under the checkpoint's weights"
     if (dtype := _rounding(subject, [asked[length] for length in wrong], largest)) is not None:

@@ -40,6 +40,8 @@ _LEAST_EXPECTED = 5.0
 """Tokens with at least this many expected draws have their own bin in the chi-square test; the others share one."""
 _LEAST_P = 1e-6
 """Probability with which a correct sampler fails the test."""
+_MANY = 100
+"""A top_k above the limits that samplers with fixed buffers have."""
 _FILTERS = "order of the filters, whether the kept set is renormalized, and which tensor the logprob is read from"
 
 
@@ -74,6 +76,8 @@ async def top_k_and_min_p(subject: EndpointSubject) -> None:
     await _require_sampled(subject, {"top_k": 5}, {"min_p": 0.3})
     every_token = {"temperature": 1.5, "top_k": subject.capabilities.vocab_size + 1}
     await _require_sampled(subject, {"top_k": 1}, {"min_p": 0.95}, every_token, num_prompts=1)
+    many = {"temperature": 2.0, "top_k": min(_MANY, subject.capabilities.vocab_size // 2)}
+    await _require_sampled(subject, many)
     try:
         await _require_sampled(subject, together)
     except UnsupportedError as error:

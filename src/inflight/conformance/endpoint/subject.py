@@ -74,6 +74,7 @@ class EndpointSubject:
         self.directory = directory
         """Directory for files; it lasts as long as the kit."""
         self.evidence: dict[str, Any] = {}
+        self.asked: list[SamplingParams] = []  # the parameters of the current check's requests
         self._start_deadline_s = start_deadline_s
         self._num_requests = 0
         self._per_check = contextlib.AsyncExitStack()
@@ -246,12 +247,12 @@ class EndpointSubject:
     def request(self, prompt: Sequence[int] | None = None, *, stream: bool = False, **sampling: Any) -> GenerateRequest:
         """Return a request with a new id: by default 8 tokens from seed 7, with ignore_eos."""
         self._num_requests += 1
+        settings = self._supported_sampling({"max_tokens": 8, "ignore_eos": True, "seed": 7, **sampling})
+        self.asked.append(SamplingParams(**settings))
         return GenerateRequest(
             request_id=f"check-{id(self):x}-{self._num_requests}",
             prompt_token_ids=tuple(self.prompt() if prompt is None else prompt),
-            sampling=SamplingParams(
-                **self._supported_sampling({"max_tokens": 8, "ignore_eos": True, "seed": 7, **sampling})
-            ),
+            sampling=self.asked[-1],
             stream=stream,
         )
 
@@ -331,8 +332,7 @@ class EndpointSubject:
 
     async def _are_running(self, tasks: Sequence[asyncio.Task[GenerateResponse]], deadline: float) -> bool:
         """Return True once all requests are being decoded, or False if one has already ended."""
-        num = len(tasks)
-        while (await self.endpoint.weight_version()).num_running < num:
+        while (await self.endpoint.weight_version()).num_running < (num := len(tasks)):
             if ended := [task for task in tasks if task.done()]:
                 ended[0].result()
                 return False
