@@ -20,7 +20,7 @@ from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import ReferenceWeights, chosen, distribution
 from inflight.contracts import ScoringEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
-from inflight.wire import EndpointState, ScoreRequest, ScoreResponse
+from inflight.wire import MAX_ALTERNATIVES, EndpointState, ScoreRequest, ScoreResponse
 
 LEVEL = "tokens"
 _NUM_TOKENS, _SEEN = 24, 48
@@ -29,6 +29,11 @@ _NUM_TOKENS, _SEEN = 24, 48
 _LONGER = 300
 """Length of a scored sequence that is longer than a window, chunk or page of most engines."""
 _TOP_K, _NUM_CANDIDATES = 5, 3
+_OTHER_CANDIDATES = 2000
+"""Seed of the candidates of tokens that are scored again."""
+_FEW_SCORED = 6
+"""Length of the sequence for which the largest number of alternatives is requested. Some engines score all candidates
+of a request for each of its tokens."""
 _FEW, _MOVED = 8, 0.75
 """Rounding may change the logprobs of all scored tokens too much if there are fewer than `_FEW`, and otherwise of at
 most the share `_MOVED`. Scored tokens are not sampled from the weights that score them, so most of them are
@@ -43,7 +48,7 @@ _NUM_UPDATES, _NUM_SCORERS = 4, 3
 )
 async def scores(subject: EndpointSubject) -> None:
     """Scored logprobs, likeliest tokens and candidates are those of the reference for the same tokens, at temperature
-    1, wherever scoring starts and whatever other requests run."""
+    1, wherever scoring starts, however many alternatives are requested, and whatever was scored before or runs."""
     num_tokens = min(_NUM_TOKENS, subject.context_len - 1)
     running = await subject.start_running(min(4, subject.capabilities.max_concurrent_sequences), max_tokens=160)
     token_ids = subject.prompt(num_tokens, seed=21)
@@ -54,7 +59,23 @@ async def scores(subject: EndpointSubject) -> None:
     requests += [_request(subject, longer, start) for start in sorted({1, max(1, len(longer) - 6)})]
     for request, response in zip(requests, await _scored(subject, requests), strict=True):
         _require_scores(subject, subject.reference.weights, request, response, f"from token {request.start} on")
+    await _require_scored_again(subject, token_ids)
     await asyncio.gather(*(task for _, task in running))
+
+
+async def _require_scored_again(subject: EndpointSubject, token_ids: Sequence[int]) -> None:
+    """Require right scores of tokens that were scored before, with other candidates and as many alternatives as
+    possible."""
+    weights, most = subject.reference.weights, min(subject.capabilities.max_top_k, MAX_ALTERNATIVES)
+    for start in (1, 3):
+        if start < len(token_ids):
+            request = _request(subject, token_ids, start, seed=_OTHER_CANDIDATES)
+            (response,) = await _scored(subject, [request])
+            _require_scores(subject, weights, request, response, f"scored again from token {start} on")
+    ids = token_ids[:_FEW_SCORED]
+    request = _request(subject, ids, 1, top_k=most, num_candidates=max(most, _NUM_CANDIDATES))
+    (response,) = await _scored(subject, [request])
+    _require_scores(subject, weights, request, response, f"with {most} likeliest tokens")
 
 
 @check("E-83", "updates scoring", deadline_s=60)
@@ -172,17 +193,25 @@ def _plain(subject: EndpointSubject, token_ids: Sequence[int], start: int) -> Sc
     return ScoreRequest(request_id=subject.request().request_id, token_ids=tuple(token_ids), start=start)
 
 
-def _request(subject: EndpointSubject, token_ids: Sequence[int], start: int) -> ScoreRequest:
-    """Return a request for everything that the endpoint supports."""
+def _request(
+    subject: EndpointSubject,
+    token_ids: Sequence[int],
+    start: int,
+    *,
+    top_k: int = _TOP_K,
+    num_candidates: int = _NUM_CANDIDATES,
+    seed: int = 1000,
+) -> ScoreRequest:
+    """Return a request for everything that the endpoint supports, with random candidates."""
     can, num = subject.capabilities, len(token_ids) - start
     candidates: tuple[tuple[int, ...], ...] = ()
     if can.candidates:
-        candidates = tuple(subject.prompt(_NUM_CANDIDATES, seed=1000 + i) for i in range(num))
+        candidates = tuple(subject.prompt(num_candidates, seed=seed + i) for i in range(num))
     return ScoreRequest(
         request_id=subject.request().request_id,
         token_ids=tuple(token_ids),
         start=start,
-        top_k=min(_TOP_K, can.max_top_k),
+        top_k=min(top_k, can.max_top_k),
         candidates=candidates,
     )
 
