@@ -14,6 +14,8 @@ from inflight.wire import LoraSpec
 LEVEL = "weights"
 SPEC = LoraSpec(rank=3, alpha=4.0)
 """Rank and alpha of the LoRAs that checks publish. Their quotient is not an integer."""
+_LOWER = LoraSpec(rank=1, alpha=1.5)
+"""The same for a LoRA that follows one of a higher rank."""
 _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
 """Suffixes of the names of the layers that the two LoRAs of a check change."""
 
@@ -25,14 +27,14 @@ _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
 )
 async def loras(subject: EndpointSubject) -> None:
     """After an update that consists of a LoRA, logprobs are those of the weights with the LoRA added; the next LoRA
-    replaces it, and an update of other tensors removes it."""
+    replaces it, even with a lower rank, and an update of other tensors removes it."""
     publisher, reference = subject.publisher, subject.reference
     base = reference.perturbed("B")  # the weights of the last update, not those of the checkpoint
     await publisher.publish(base, keep=True)
-    for ends, seed in ((_FIRST, 1), (_SECOND, 2)):
-        lora = make_lora(base, seed, ends)
-        await publisher.publish(lora, lora=SPEC)
-        await subject.require_serves(merge_lora(base, lora), f"after {lora.label}")
+    for ends, seed, spec in ((_FIRST, 1, SPEC), (_SECOND, 2, SPEC), (_SECOND, 4, _LOWER)):
+        lora = make_lora(base, seed, ends, spec)
+        await publisher.publish(lora, lora=spec)
+        await subject.require_serves(merge_lora(base, lora, spec), f"after {lora.label} with rank {spec.rank}")
     whole = reference.with_final_norm(0.5, "A with its final norm halved")  # larger logits round more
     await publisher.publish(whole, keep=True)
     await subject.require_serves(whole, "after an update of all weights that follows a LoRA")
