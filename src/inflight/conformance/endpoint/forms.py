@@ -8,12 +8,25 @@ from typing import Any
 
 from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.endings import plain_text, prompt_near_the_end
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.wire import ChatCompletion, ChatCompletionChunk, ChatMessage, Completion, CompletionChunk, VersionSpan
+from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
+from inflight.wire import (
+    AbortRequests,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatMessage,
+    Completion,
+    CompletionChunk,
+    VersionSpan,
+)
 
 LEVEL = "tokens"
+_NUM_WAITING = 3
+"""How many completions of a stream wait for a slot when it is aborted."""
+_MAX_SLOTS = 256
 
 
 @check("E-23", "chat", deadline_s=40)
@@ -26,7 +39,7 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
     chat = await subject.endpoint.chat_completion(request)
     as_ids = subject.request(chat.prompt_token_ids).model_copy(update={"sampling": request.sampling()})
     generated = await subject.endpoint.generate(as_ids)
-    choices = _choices(chat)
+    choices = chat_choices(chat)
     require(len(choices) == 4, f"n=4 returned {len(choices)} choices")
     require_repeated(subject, zip(choices, generated.completions, strict=True), "chat and generate")
     for choice, completion in zip(choices, generated.completions, strict=True):
@@ -34,6 +47,7 @@ async def chat_is_generate(subject: EndpointSubject) -> None:
             words = f"chat ended with {choice.finish_reason!r}, generate with {completion.finish_reason!r}"
             require(choice.finish_reason == completion.finish_reason, words)
     await _require_chat_stopped(subject, chat, drawn)
+    await _require_chat_filtered(subject, chat, drawn)
     await _require_whole_chat(subject, chat)
     num_completion = sum(len(choice.token_ids) for choice in choices)
     counts = (len(chat.prompt_token_ids), num_completion, len(chat.prompt_token_ids) + num_completion)
@@ -68,7 +82,18 @@ async def _require_chat_stopped(subject: EndpointSubject, chat: ChatCompletion, 
     as_ids = subject.request(chat.prompt_token_ids).model_copy(update={"sampling": request.sampling()})
     generated = await subject.endpoint.generate(as_ids)
     what = f"chat and generate, with the stop strings {list(stops)}"
-    require_repeated(subject, zip(_choices(stopped), generated.completions, strict=True), what)
+    require_repeated(subject, zip(chat_choices(stopped), generated.completions, strict=True), what)
+
+
+async def _require_chat_filtered(subject: EndpointSubject, chat: ChatCompletion, drawn: dict[str, Any]) -> None:
+    """Require that top_k and min_p have the same effect on a chat completion as in generate."""
+    for name, value in (("top_k", 3), ("min_p", 0.3)):
+        request = subject.chat_request(n=4, max_tokens=24, **drawn, **{name: value})
+        filtered = await subject.endpoint.chat_completion(request)
+        as_ids = subject.request(chat.prompt_token_ids).model_copy(update={"sampling": request.sampling()})
+        generated = await subject.endpoint.generate(as_ids)
+        what = f"chat and generate, with {name}={value}"
+        require_repeated(subject, zip(chat_choices(filtered), generated.completions, strict=True), what)
 
 
 def _plain_pairs(chat: ChatCompletion) -> tuple[str, ...]:
@@ -83,7 +108,7 @@ def _plain_pairs(chat: ChatCompletion) -> tuple[str, ...]:
 @look_at("whether a chunk repeats or skips tokens, and what is sent when a completion ends")
 async def stream_is_generate(subject: EndpointSubject) -> None:
     """A stream carries, in contiguous chunks, what generate returns, including the token that ends the completion; only
-    the last chunk has the finish reason."""
+    the last chunk has the finish reason, even if the completion was still waiting when its stream was aborted."""
     same = subject.repeatable(7)
     whole = await subject.endpoint.generate(subject.request(n=4, max_tokens=24, **same))
     streamed, is_split = await _streamed(subject, subject.prompt(), 4, max_tokens=24, **same)
@@ -112,6 +137,34 @@ async def stream_is_generate(subject: EndpointSubject) -> None:
     # In each single stream, a server that is faster than its client may combine all tokens.
     problem = f"in each of {1 + len(cases)} streams, completions of up to 24 tokens arrived in one chunk each"
     require(is_split, problem)
+    if subject.capabilities.partial_rollouts:
+        await _require_waiting_ended(subject)
+
+
+async def _require_waiting_ended(subject: EndpointSubject) -> None:
+    """Require that each completion of a stream that is aborted ends with a finish reason, even if it still waits."""
+    num_slots = subject.capabilities.max_concurrent_sequences
+    if num_slots > _MAX_SLOTS:
+        return
+    num = num_slots + _NUM_WAITING
+    request = subject.request(n=num, max_tokens=subject.remaining_tokens(), stream=True)
+    chunks: list[CompletionChunk] = []
+
+    async def read() -> None:
+        async for chunk in subject.streaming.generate_stream(request):
+            chunks.append(chunk)
+
+    reading = subject.begin(read())
+    what = f"a stream of {num} completions, of which {num_slots} run at a time"
+    await until_running(subject, num_slots, SERVED_S, f"{what}, did not fill the slots")
+    abort = AbortRequests(request_ids=(request.request_id,))
+    await within(SLACK_S, subject.aborting.abort_requests(abort), f"abort_requests of {what},")
+    await within(SLACK_S, reading, f"{what}, which was aborted")
+    ended = {chunk.index for chunk in chunks if chunk.finish_reason is not None}
+    without = [index for index in range(num) if index not in ended]
+    require(
+        not without, f"{what}, was aborted, and completions {shortened(without, 8)} have no chunk with a finish reason"
+    )
 
 
 async def _streamed(
@@ -146,9 +199,9 @@ async def _require_chat_streamed(subject: EndpointSubject, sampling: dict[str, A
     whole = await subject.endpoint.chat_completion(subject.chat_request(**sampling))
     stream = subject.streaming.chat_completion_stream(subject.chat_request(**sampling, stream=True))
     events = [event async for event in stream]
-    streamed = [assembled(index, _chunks(events, index)) for index in range(4)]
+    streamed = [assembled(index, chat_chunks(events, index)) for index in range(4)]
     subject.note(events=len(events), tokens=sum(len(completion.token_ids) for completion in streamed))
-    _require_same(subject, _choices(whole), streamed, "chat and streamed chat")
+    _require_same(subject, chat_choices(whole), streamed, "chat and streamed chat")
     for choice, completion in zip(whole.choices, streamed, strict=True):
         deltas = [c.delta for event in events for c in event.choices if c.index == choice.index]
         text = "".join(delta.content for delta in deltas)
@@ -201,12 +254,13 @@ def assembled(index: int, chunks: Sequence[CompletionChunk]) -> Completion:
     )
 
 
-def _choices(chat: ChatCompletion) -> list[Completion]:
+def chat_choices(chat: ChatCompletion) -> list[Completion]:
+    """Return the choices of a chat completion as completions."""
     fields = {"index", "token_ids", "version_spans", "finish_reason"}
     return [Completion(logprobs=c.token_logprobs, **c.model_dump(include=fields)) for c in chat.choices]
 
 
-def _chunks(events: Iterable[ChatCompletionChunk], index: int) -> list[CompletionChunk]:
+def chat_chunks(events: Iterable[ChatCompletionChunk], index: int) -> list[CompletionChunk]:
     """Return one choice of a chat stream as completion chunks. Chat chunks have no ``start``; it is computed from the
     preceding tokens."""
     chunks: list[CompletionChunk] = []

@@ -8,16 +8,25 @@ depend on that norm, so one forward pass of the reference gives every token's lo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import torch
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, require
-from inflight.conformance.endpoint.forms import assembled
+from inflight.conformance.endpoint.forms import assembled, chat_choices, chat_chunks
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLOWNESS, until, within
 from inflight.conformance.reference import ReferenceWeights, chosen, distribution
-from inflight.wire import Completion, CompletionChunk, GenerateRequest, InFlightPolicy, VersionSpan
+from inflight.wire import (
+    ChatCompletionRequest,
+    Completion,
+    CompletionChunk,
+    GenerateRequest,
+    InFlightPolicy,
+    VersionSpan,
+)
 
 LEVEL = "versions"
 _SHARPNESS = 4.0
@@ -25,6 +34,12 @@ _SHARPNESS = 4.0
 _NUM_UPDATES, _NUM_TRIES = 4, 3
 _NUM_TOKENS = 600
 """Number of tokens of each running request: enough for a few updates."""
+_NUM_STREAMS, _NUM_STREAMED_UPDATES, _NUM_CHUNKS = 4, 6, 3
+"""Numbers of streams at a time, of updates meanwhile, and of chunks of each stream before the next update."""
+_HELD_UP_S = 0.01
+"""How long the event loop is held up each time, in seconds: longer than a step of a small model."""
+_SAMPLED_S = 0.05
+"""How long a chat completion is sampled between two updates."""
 _NUM_ENDED = 200
 """The same for requests that end before an update."""
 _NUM_LONG, _NUM_SHORT = 4, 12
@@ -54,16 +69,24 @@ async def publish_next(
     staged: bool = False,
 ) -> None:
     """Publish the next of A and B, whose logits are each other's negatives, and add its version to ``published``."""
-    is_a = subject.publisher.version % 2 == 0
-    colour = subject.reference.with_final_norm(_SHARPNESS if is_a else -_SHARPNESS, "A" if is_a else "B")
+    colour = _next_colour(subject)
     await subject.publisher.publish(colour, in_flight=policy, staged=staged)
     published[subject.publisher.version] = colour
 
 
+def _next_colour(subject: EndpointSubject) -> ReferenceWeights:
+    is_a = subject.publisher.version % 2 == 0
+    return subject.reference.with_final_norm(_SHARPNESS if is_a else -_SHARPNESS, "A" if is_a else "B")
+
+
 def check_spans(
-    subject: EndpointSubject, request: GenerateRequest, completion: Completion, weights: Mapping[int, ReferenceWeights]
+    subject: EndpointSubject,
+    request: GenerateRequest,
+    completion: Completion,
+    weights: Mapping[int, ReferenceWeights],
+    what: str = "",
 ) -> tuple[int, int]:
-    """Require that every token was sampled from the version that its span reports.
+    """Require that every token was sampled from the version that its span reports; a failure mentions ``what``.
 
     Return the number of tokens, and how many of them show their colour despite rounding.
     """
@@ -97,7 +120,7 @@ def check_spans(
     if bool(wrong_T.any()):
         index = int(wrong_T.nonzero()[0])
         fail(
-            f"token {index} of {len(versions)} is labelled version {versions[index]}, which is "
+            f"token {index} of {len(versions)}{what and f' of {what}'} is labelled version {versions[index]}, which is "
             f"{weights[versions[index]].label}: its logprob was {found_T[index]:.3f}, it is {claimed_T[index]:.3f} "
             f"under that version and {other_T[index]:.3f} under the other; spans {_short(completion.version_spans)}"
         )
@@ -113,7 +136,7 @@ def _tail(logprobs_TV: torch.Tensor, chosen_T: torch.Tensor) -> torch.Tensor:
 @check("U-21", "updates spans recompute", deadline_s=90, look_at=_LOOK_AT, policy=InFlightPolicy.RECOMPUTE)
 async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     """Under {policy}, every token's span names the version whose weights it was sampled from, across any number of
-    updates."""
+    updates, and in chat completions too."""
     num_slots = subject.capabilities.max_concurrent_sequences
     for _ in range(_NUM_TRIES):  # a slow engine may still be reading prompts when the updates arrive
         published: dict[int, ReferenceWeights] = {}
@@ -126,6 +149,8 @@ async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlig
         seen = await _check_all(subject, running, published)
         if any(len(task.result().completions[0].version_spans) > 1 for _, task in running):
             await _check_several(subject, policy)
+            if subject.capabilities.chat:
+                await _check_chat(subject, policy)
             return
     fail(f"no request has tokens of several of the versions {sorted(seen)}: nothing was in flight")
 
@@ -143,6 +168,26 @@ async def _check_several(subject: EndpointSubject, policy: InFlightPolicy) -> No
     completions = (await within(2 * SERVED_S, answer, f"a request for {num} completions")).completions
     for completion in completions[-_NUM_LATEST:]:
         check_spans(subject, request, completion, published)
+
+
+async def _check_chat(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+    """Require that the spans of a chat completion name the versions that its tokens were sampled from."""
+    for _ in range(_NUM_TRIES):
+        published: dict[int, ReferenceWeights] = {}
+        await publish_next(subject, published)
+        chat, as_ids = await _long_chat(subject)
+        answer = subject.begin(subject.endpoint.chat_completion(chat))
+        while not answer.done() and (await subject.endpoint.weight_version()).num_running == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        for _ in range(2):
+            await publish_next(subject, published, policy)
+            await asyncio.sleep(_SAMPLED_S * SLOWNESS.get())
+        (completion,) = chat_choices(await answer)
+        subject.note(spans_of_a_chat=_short(completion.version_spans))
+        check_spans(subject, as_ids, completion, published, "a chat completion")
+        if len(completion.version_spans) > 1:
+            return
+    fail("no chat completion has tokens of several versions: none was in flight during an update")
 
 
 async def _publish_while_requests_end(
@@ -200,29 +245,105 @@ async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightP
     await _check_all(subject, subject.start(4, 24), published)
 
 
-@check("U-24", "updates spans streaming", deadline_s=40, look_at=_LOOK_AT)
+class _Stream:
+    """A stream of one completion, and the chunks that have arrived."""
+
+    def __init__(self, what: str, request: GenerateRequest, source: AsyncIterator[CompletionChunk]) -> None:
+        self.what, self.request, self._source = what, request, source
+        self.chunks: list[CompletionChunk] = []
+
+    async def read(self) -> None:
+        async for chunk in self._source:
+            self.chunks.append(chunk)
+
+
+@check("U-24", "updates spans streaming", deadline_s=60, look_at=_LOOK_AT)
 async def streamed_versions(subject: EndpointSubject) -> None:
-    """Every chunk of a stream names the version that sampled its tokens."""
-    published: dict[int, ReferenceWeights] = {}
-    await publish_next(subject, published)
-    request = subject.request(max_tokens=min(_NUM_TOKENS, subject.context_len // 2), stream=True)
-    chunks: list[CompletionChunk] = []
+    """Every chunk of a stream, and of a chat stream, names the version that sampled its tokens."""
+    num_slots, is_chat = subject.capabilities.max_concurrent_sequences, subject.capabilities.chat
+    if num_slots == 1:
+        await _check_streams(subject, 1, is_chat=False)
+    if num_slots > 1 or is_chat:
+        await _check_streams(subject, min(_NUM_STREAMS, num_slots), is_chat=is_chat)
 
-    async def read() -> None:
-        async for chunk in subject.streaming.generate_stream(request):
-            chunks.append(chunk)
 
-    reading = subject.begin(read())
-    for _ in range(2):
-        seen = len(chunks)
-        while len(chunks) < seen + 4 and not reading.done():  # noqa: ASYNC110 - the reader appends the chunks
-            await asyncio.sleep(0.002)
+async def _check_streams(subject: EndpointSubject, num: int, *, is_chat: bool) -> None:
+    """Require right versions in ``num`` streams at a time, of which the last is a chat stream if ``is_chat``."""
+    for _ in range(_NUM_TRIES):  # on a busy machine, streams may end before the updates arrive
+        published: dict[int, ReferenceWeights] = {}
         await publish_next(subject, published)
-    await reading
-    completion = assembled(0, chunks)
-    subject.note(chunks=len(chunks), spans=_short(completion.version_spans))
-    check_spans(subject, request, completion, published)
-    require(len(completion.version_spans) > 1, "the stream had ended before the first update")
+        streams = [_started_stream(subject, i) for i in range(num - is_chat)]
+        if is_chat:
+            streams.append(await _started_chat_stream(subject))
+        reading = [subject.begin(stream.read()) for stream in streams]
+        for _ in range(_NUM_STREAMED_UPDATES):
+            seen = [len(stream.chunks) for stream in streams]
+            pairs = list(zip(streams, reading, seen, strict=True))
+            while any(len(it.chunks) < count + _NUM_CHUNKS and not task.done() for it, task, count in pairs):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+            await _publish_next_held_up(subject, published)
+        await asyncio.gather(*reading)
+        ended_early = ""
+        for stream in streams:
+            completion = assembled(0, stream.chunks)
+            spans = completion.version_spans
+            subject.note(**{f"chunks and spans of {stream.what}": (len(stream.chunks), _short(spans))})
+            check_spans(subject, stream.request, completion, published, stream.what)
+            if len(spans) < 2:
+                ended_early = stream.what
+        if not ended_early:
+            return
+    fail(f"all tokens of {ended_early} have one version: it had ended before the first update")
+
+
+async def _publish_next_held_up(subject: EndpointSubject, published: dict[int, ReferenceWeights]) -> None:
+    """Publish the next of A and B while this process's event loop is held up again and again during the commit.
+
+    The engine of an endpoint in this process may then sample from the new weights before the endpoint has noted that
+    they are served. Its chunks have the right versions nevertheless.
+    """
+
+    async def hold_up() -> None:
+        while True:
+            time.sleep(_HELD_UP_S)  # noqa: ASYNC251 - to hold the event loop up
+            await asyncio.sleep(0)
+
+    publisher, colour = subject.publisher, _next_colour(subject)
+    update = await publisher.request(colour)
+    await publisher.send_all(update, colour)
+    holding = subject.begin(hold_up())
+    await publisher.commit(update)
+    await cancel_and_wait(holding)
+    published[publisher.version] = colour
+
+
+def _started_stream(subject: EndpointSubject, seed: int) -> _Stream:
+    num_tokens = min(_NUM_TOKENS, subject.context_len // 2)
+    request = subject.request(subject.prompt(seed=seed), max_tokens=num_tokens, seed=seed, stream=True)
+    return _Stream(f"stream {seed}", request, subject.streaming.generate_stream(request))
+
+
+async def _started_chat_stream(subject: EndpointSubject) -> _Stream:
+    chat, as_ids = await _long_chat(subject, stream=True)
+    return _Stream("a chat stream", as_ids, _chunks_of_chat(subject, chat))
+
+
+async def _chunks_of_chat(subject: EndpointSubject, chat: ChatCompletionRequest) -> AsyncIterator[CompletionChunk]:
+    num_tokens = 0
+    async for event in subject.streaming.chat_completion_stream(chat):
+        for chunk in chat_chunks([event], 0):
+            yield chunk.model_copy(update={"start": num_tokens})
+            num_tokens += len(chunk.token_ids)
+
+
+async def _long_chat(
+    subject: EndpointSubject, *, stream: bool = False
+) -> tuple[ChatCompletionRequest, GenerateRequest]:
+    """Return a chat request that is in flight for a few updates, and a request for the ids of its rendered messages."""
+    num_tokens = min(_NUM_TOKENS, subject.context_len // 2)
+    chat = subject.chat_request(max_tokens=num_tokens, ignore_eos=True, stream=stream)
+    rendered = (await subject.endpoint.chat_completion(subject.chat_request(max_tokens=1))).prompt_token_ids
+    return chat, subject.request(rendered).model_copy(update={"sampling": chat.sampling()})
 
 
 @check("U-25", "updates", deadline_s=40, look_at=_LOOK_AT)
