@@ -162,6 +162,27 @@ def lora_counts_as_kept(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def stale_ranks(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Copy each LoRA into slots of the largest rank so far, without clearing them."""
+    own, slots = endpoint._adapted.prepare, dict[str, torch.Tensor]()
+
+    def in_slot(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        old, rank = slots.get(name), 0 if ".lora_A." in name else 1
+        if old is not None and old.shape[rank] > tensor.shape[rank]:
+            num = tensor.shape[rank]
+            tensor = torch.cat([tensor, old.narrow(rank, num, old.shape[rank] - num)], dim=rank)
+        slots[name] = tensor
+        return tensor
+
+    def faulty(manifest: Any, arrived: Any, present: Any) -> Any:
+        if manifest.lora is not None:
+            arrived = [(name, in_slot(name, tensor)) for name, tensor in arrived]
+        return own(manifest, arrived, present)
+
+    endpoint._adapted.prepare = faulty
+    return endpoint
+
+
 MUTANTS = (
     Mutant(
         "encoded buckets not compared",
@@ -224,4 +245,5 @@ MUTANTS = (
     ),
     Mutant("LoRA on torn weights", "U-37", "Torn weights accept a LoRA.", torn_takes_lora),
     Mutant("part on torn weights", "U-37", "Torn weights accept an update in part.", torn_takes_parts),
+    Mutant("ranks left over", "U-64", "Ranks of an earlier LoRA stay when one of a lower rank follows.", stale_ranks),
 )

@@ -166,6 +166,39 @@ def _plain_end(sampling: SamplingParams) -> bool:
     return not sampling.stop_token_ids and not sampling.stop
 
 
+def sixty_four_at_most(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
+    bounded = [p.model_copy(update={"top_k": min(p.top_k, 64)}) for p in params]
+    kept = [one if p.top_k < logits.shape[-1] else p for one, p in zip(bounded, params, strict=True)]
+    return sample(logits, kept, uniforms)
+
+
+def stops_across_parts(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Search the text of a continuation together with that of the parts before it."""
+    steps: Any = endpoint._engine.steps
+
+    def faulty(sequence: Any) -> bool:
+        request = sequence.request
+        before = request.prompt_token_ids[len(request.prompt_token_ids) - request.num_continued :]
+        text = steps._decode([*before, *sequence.token_ids][-16:])
+        return any(stop in text for stop in request.sampling.stop)
+
+    steps._hit_stop_string = faulty
+    return endpoint
+
+
+def searched_by_characters(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Search as many tokens as the longest stop string has characters."""
+    steps: Any = endpoint._engine.steps
+
+    def faulty(sequence: Any) -> bool:
+        stops = sequence.request.sampling.stop
+        text = steps._decode(sequence.token_ids[-max(map(len, stops)) :])
+        return any(stop in text for stop in stops)
+
+    steps._hit_stop_string = faulty
+    return endpoint
+
+
 MUTANTS = (
     Mutant("end of sequence certain", "E-21", "An end-of-sequence token has logprob 0.", certain_end(_plain_end)),
     Mutant("stop token certain", "E-19", "A stop token has logprob 0.", certain_end(lambda s: s.stop_token_ids)),
@@ -314,4 +347,29 @@ MUTANTS = (
         with_logits(lambda logits: logits.maximum(logits.amax(-1, keepdim=True) - 60)),
     ),
     Mutant("attention capped", "U-74", "Queries are clamped, which bounds attention scores.", attention_capped),
+    Mutant(
+        "stop strings across parts",
+        "E-20",
+        "A stop string that begins in an earlier part ends the continuation.",
+        stops_across_parts,
+    ),
+    Mutant(
+        "stop strings counted in characters",
+        "E-20",
+        "As many tokens are searched as the longest stop string has characters.",
+        searched_by_characters,
+    ),
+    Mutant("four stop strings", "E-20", "Only four stop strings count.", sampling_with(lambda s: {"stop": s.stop[:4]})),
+    Mutant(
+        "sixteen stop tokens",
+        "E-19",
+        "Only sixteen stop tokens count.",
+        sampling_with(lambda s: {"stop_token_ids": s.stop_token_ids[:16]}),
+    ),
+    Mutant(
+        "a top-k of at most 64",
+        "E-14",
+        "A top-k between 64 and the size of the vocabulary counts as 64.",
+        drawing(sixty_four_at_most),
+    ),
 )

@@ -265,6 +265,17 @@ def last_message_only(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+@replaces("generate_stream")
+async def waiting_without_an_end(
+    endpoint: EmbeddedEndpoint, stream: Any, request: GenerateRequest
+) -> AsyncIterator[CompletionChunk]:
+    begun: set[int] = set()
+    async for chunk in stream(request):
+        if chunk.token_ids or chunk.index in begun:
+            begun.add(chunk.index)
+            yield chunk
+
+
 MUTANTS = (
     Mutant(
         "seeds without their signs",
@@ -375,4 +386,12 @@ MUTANTS = (
         candidates_unchecked,
     ),
     Mutant("digest of the version", "E-01", "manifest_digest changes with every update.", digest_of_version),
+    Mutant("chat without top-k", "E-23", "Chat requests lose top_k.", chat_dropping(top_k=0)),
+    Mutant("chat without min-p", "E-23", "Chat requests lose min_p.", chat_dropping(min_p=0.0)),
+    Mutant(
+        "waiting streams without an end",
+        "E-24",
+        "Completions of a stream that wait when it is aborted have no chunk.",
+        waiting_without_an_end,
+    ),
 )

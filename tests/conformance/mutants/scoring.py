@@ -74,6 +74,24 @@ def truncating_scores(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def remembering_tokens(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Under one version, return the first answer for the same tokens again, whatever the candidates are."""
+    score, known = endpoint.score, {}
+
+    async def faulty(request: ScoreRequest) -> ScoreResponse:
+        version = (await endpoint.weight_version()).version
+        key = version, request.token_ids, request.start, request.top_k, request.num_candidates
+        found = known[key] = known.get(key) or await score(request)
+        return found.model_copy(update={"request_id": request.request_id})
+
+    endpoint.score = faulty
+    return endpoint
+
+
+def _first_twenty(response: ScoreResponse) -> dict[str, Any]:
+    return {name: tuple(row[:20] for row in getattr(response, name)) for name in ("top_token_ids", "top_logprobs")}
+
+
 MUTANTS = (
     Mutant(
         "scores one token late",
@@ -116,5 +134,17 @@ MUTANTS = (
         "E-86",
         "Scoring is supported, but not reported as a capability.",
         with_capabilities(scoring=False),
+    ),
+    Mutant(
+        "scores kept whatever the candidates",
+        "E-82",
+        "The same tokens with other candidates get the answer of the first candidates.",
+        remembering_tokens,
+    ),
+    Mutant(
+        "twenty likeliest tokens",
+        "E-82",
+        "At most twenty of the likeliest tokens are returned.",
+        answering_scores(lambda _, response: _first_twenty(response)),
     ),
 )

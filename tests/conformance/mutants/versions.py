@@ -80,6 +80,42 @@ async def one_behind(endpoint: EmbeddedEndpoint, generate: Any, request: Any) ->
     return response.model_copy(update={"completions": tuple(completions)})
 
 
+@replaces("chat_completion")
+async def chat_of_the_first(endpoint: EmbeddedEndpoint, chat_completion: Any, request: Any) -> Any:
+    answer = await chat_completion(request)
+    choices = []
+    for choice in answer.choices:
+        whole = choice.version_spans[0].model_copy(update={"end": len(choice.token_ids)})
+        choices.append(choice.model_copy(update={"version_spans": (whole,)}))
+    return answer.model_copy(update={"choices": tuple(choices)})
+
+
+@replaces("chat_completion_stream")
+async def chat_stream_of_the_first(endpoint: EmbeddedEndpoint, stream: Any, request: Any) -> Any:
+    first = None
+    async for event in stream(request):
+        choices = []
+        for choice in event.choices:
+            first = choice.version if first is None else first
+            choices.append(choice.model_copy(update={"version": first}))
+        yield event.model_copy(update={"choices": tuple(choices)})
+
+
+@replaces("_engine.submit")
+def labelled_by_the_session(endpoint: EmbeddedEndpoint, submit: Any, request: Any, *others: Any, **named: Any) -> Any:
+    """Let the callback that makes chunks see the version that the endpoint reports, not the one that was sampled."""
+    if len(others) < 3 or others[2] is None:
+        return submit(request, *others, **named)
+    on_token = others[2]
+
+    def faulty(sequence: Any) -> None:
+        spans, sequence.spans = sequence.spans, [(endpoint._updates.session.version, 0)]
+        on_token(sequence)
+        sequence.spans = spans
+
+    return submit(request, *others[:2], faulty, *others[3:], **named)
+
+
 MUTANTS = (
     Mutant(
         "version stamped at admission",
@@ -109,4 +145,17 @@ MUTANTS = (
     Mutant("aborted as new", "U-23", "The last tokens of an aborted request get the new version.", aborted_as_new),
     Mutant("stream of the first", "U-24", "A stream names its first version in every chunk.", stream_of_the_first),
     Mutant("one behind", "U-25", "A completion that has a single version names the previous version.", one_behind),
+    Mutant("chat of the first", "U-20", "A chat completion names its first version for all tokens.", chat_of_the_first),
+    Mutant(
+        "chat stream of the first",
+        "U-24",
+        "A chat stream names its first version in every chunk.",
+        chat_stream_of_the_first,
+    ),
+    Mutant(
+        "chunks labelled by the session",
+        "U-24",
+        "A chunk names the version that the endpoint reports when the chunk is made.",
+        labelled_by_the_session,
+    ),
 )
