@@ -86,9 +86,12 @@ async def _require_chat_stopped(subject: EndpointSubject, chat: ChatCompletion, 
 
 
 async def _require_chat_filtered(subject: EndpointSubject, chat: ChatCompletion, drawn: dict[str, Any]) -> None:
-    """Require that top_k and min_p have the same effect on a chat completion as in generate."""
+    """Require that top_k and min_p have the same effect on a chat completion as in generate.
+
+    Each is the only filter of its request: an engine may refuse several filters together.
+    """
     for name, value in (("top_k", 3), ("min_p", 0.3)):
-        request = subject.chat_request(n=4, max_tokens=24, **drawn, **{name: value})
+        request = subject.chat_request(n=4, max_tokens=24, **{**drawn, "top_p": 1.0, name: value})
         filtered = await subject.endpoint.chat_completion(request)
         as_ids = subject.request(chat.prompt_token_ids).model_copy(update={"sampling": request.sampling()})
         generated = await subject.endpoint.generate(as_ids)
