@@ -125,7 +125,7 @@ class TcpSender(_End, WeightSender):
                 for rank in ranks:
                     self.write(rank, data, deadline)
             except OSError:
-                while ranks:  # some have received a part of the bucket, which no other may follow
+                while ranks:  # some ranks have a part of this bucket, and no other bucket may follow a part
                     ranks.pop().close()
                 raise
 
@@ -158,7 +158,7 @@ class TcpReceiver(_End, WeightReceiver):
             try:
                 data = self.read(self.connection, sum(spec.size_bytes for spec in specs), deadline)
             except OSError:
-                self.connection.close()  # what is still to come is the rest of this bucket, not the next one
+                self.connection.close()  # the next bytes are the rest of this bucket, not the next bucket
                 raise
             flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
             return unpack(flat, specs)

@@ -101,7 +101,7 @@ def save_checkpoint(path: Path, state: TrainerState, group: dist.ProcessGroup | 
             own = _reason(error)
     if is_writer and (failure or own) is not None:
         shutil.rmtree(fresh, ignore_errors=True)
-    own = first_failure(own, device, group)  # after an earlier failure too, to wait until rank 0 has cleaned up
+    own = first_failure(own, device, group)  # also after a failure, to wait until rank 0 has cleaned up
     failure = failure or own
     if failure is not None:
         raise CheckpointError(f"no checkpoint was written to {path}: {failure}; an earlier checkpoint there is intact")

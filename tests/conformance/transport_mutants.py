@@ -381,7 +381,7 @@ def keeps_the_old_group(sender: Any) -> None:
 
 
 def keeps_old_connections(sender: Any) -> None:
-    """The next group does not end the old one, whose ranks wait in vain."""
+    """The next group does not end the old one, whose ranks keep waiting."""
     specs = sender.specs
 
     def spoiled(*args: Any) -> list[ProcessGroupSpec]:
@@ -466,7 +466,7 @@ def zero_on_rank_three(receiver: Any, tensors: list[torch.Tensor]) -> list[torch
 
 
 def only_the_first_rank_of_an_endpoint() -> tuple[Fault, Fault]:
-    """The other ranks of an endpoint get zeros."""
+    """All ranks of an endpoint except the first receive zeros."""
     firsts: set[tuple[str, int]] = set()
 
     def note_ranks(i: int, spec: ProcessGroupSpec) -> dict[str, Any]:
@@ -725,7 +725,7 @@ MUTANTS = {
     ),
     "rank three gets zeros": Mutant("T-14", "the third receiver gets zeros", receiver=received(zero_on_rank_three)),
     "first rank of an endpoint": Mutant(
-        "T-14", "only the first rank of an endpoint gets the bytes", both=only_the_first_rank_of_an_endpoint
+        "T-14", "only the first rank of an endpoint receives the bytes", both=only_the_first_rank_of_an_endpoint
     ),
     "hands tensors over": Mutant("T-15", "sender and receiver share memory", both=hands_the_tensors_over),
     "recycles at once": Mutant(
@@ -805,10 +805,12 @@ MUTANTS = {
         "T-40", "a send counts as done although one rank of several has not read it", tolerates_slow_ranks
     ),
     "sends on after a failure": Mutant(
-        "T-40", "a send that follows a failed one returns as if it had arrived", sends_on_after_a_failure
+        "T-40", "a send after a failed one returns as if its bucket had arrived", sends_on_after_a_failure
     ),
     "fills up what was lost": Mutant(
-        "T-40", "missing bytes are replaced with others", receiver=answered("receive", "closed", fills_up_what_was_lost)
+        "T-40",
+        "bytes that have not arrived are made up",
+        receiver=answered("receive", "closed", fills_up_what_was_lost),
     ),
     "counts ranks that left": Mutant("T-26", "a group is never smaller than the previous one", counts_ranks_that_left),
     "sends without a group": Mutant("T-27", "RuntimeError propagates", sends_without_a_group),
@@ -829,7 +831,7 @@ MUTANTS = {
     "receives on": Mutant("T-31", "`abort` does not end a pending receive", receiver=does_not_abort_during("receive")),
     "keeps old connections": Mutant("T-41", "`specs` leaves the ranks of the old group waiting", keeps_old_connections),
     "leaves a descriptor to the next group": Mutant(
-        "T-41", "a group that another one ends leaves a descriptor", leaves_a_descriptor_to_the_next_group
+        "T-41", "a group that another one replaces leaves a descriptor open", leaves_a_descriptor_to_the_next_group
     ),
     "sends on": Mutant("T-32", "`abort` does not end a pending send", does_not_abort_during("send")),
     "stays abandoned": Mutant("T-33", "`join` fails after an aborted join", stays_given_up),

@@ -275,7 +275,7 @@ class TowerFrozen(FsdpWorker):
 
 
 class ImagesByPlace(FsdpWorker):
-    """Images fill the tokens that are computed at the places of the packed tokens."""
+    """Rows of images are used as indices of computed tokens instead of packed ones."""
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         if batch.prefix_ids_T is not None and batch.image_rows_M is not None:
@@ -617,7 +617,7 @@ class ClipsToOne(NeverClips):
 
 
 class NoneClipsToOne(FsdpWorker):
-    """A limit that is not configured counts as the default."""
+    """A limit of None is treated as a limit of 1."""
 
     def __init__(self, *arguments: Any, **others: Any) -> None:
         super().__init__(*arguments, **others)
@@ -794,7 +794,7 @@ class ScheduleStandsStill(RateOfTheNextStep):
 
 
 class FullRateAfterTheEnd(RateOfTheNextStep):
-    """The schedule begins again with its full rate after its last step."""
+    """Every step after the end of the schedule has the full rate."""
 
     def counted(self) -> int:
         total = self._config.total_steps
@@ -802,7 +802,7 @@ class FullRateAfterTheEnd(RateOfTheNextStep):
 
 
 class CosineFromTheStart(SteppedAtRate):
-    """A cosine counts the steps of the warm-up as part of the decay."""
+    """The cosine schedule counts the steps of the warm-up as part of the decay."""
 
     def step(self, settings: AdamSettings | None = None) -> StepResult:
         rate = self.rate()
@@ -1150,7 +1150,7 @@ class NamelessExchange(FsdpWorker):
 
 
 class MessagesCut(FsdpWorker):
-    """Rank 0 receives as many bytes from each rank as it sends."""
+    """Rank 0 receives at most as many bytes from each rank as it sends."""
 
     def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
         own = len(message) if self.rank == 0 else None
@@ -1211,7 +1211,7 @@ class PendingGradientsKeptByWeights(FsdpWorker):
 
 
 class WholeParametersKept(FsdpWorker):
-    """A load leaves layers gathered that a forward pass without a backward pass has gathered."""
+    """A load keeps layers gathered by a forward pass that no backward pass followed."""
 
     def load(self, path: Path, *, optimizer: bool = True) -> None:
         self._forget_whole_parameters = lambda: None  # type: ignore[method-assign]
@@ -1354,7 +1354,7 @@ class CountersGuessed(FsdpWorker):
 
 
 class SmallFileEscapes(FsdpWorker):
-    """A small file is written without regard to errors."""
+    """Errors in writing a small file are not translated."""
 
     def save(self, path: Path) -> None:
         path.with_name(f"{path.name}.version").write_text(str(self._version))
@@ -1444,7 +1444,7 @@ class TrustsLeftovers(FsdpWorker):
 
 
 class OldRemovedFirst(FsdpWorker):
-    """Begins by removing what earlier saves have left next to the path."""
+    """A save begins by removing what earlier saves have left next to the path."""
 
     def save(self, path: Path) -> None:
         if self.rank == 0:
@@ -1454,7 +1454,7 @@ class OldRemovedFirst(FsdpWorker):
 
 
 class LiveStateSaved(FsdpWorker):
-    """A save in the background has no copy of the state."""
+    """A save in the background does not copy the state first."""
 
     def begin_save(self, path: Path) -> None:
         with replaced(background, copy_to_host=lambda state: state):
@@ -1476,7 +1476,7 @@ class FinishedAtOnce(FsdpWorker):
 
 
 class SavedAtTheEnd(FsdpWorker):
-    """What has been begun is saved by `finish_save`."""
+    """`begin_save` only notes the path, and `finish_save` saves."""
 
     _begun: Path | None = None
 
@@ -1551,7 +1551,7 @@ class MergedOnce(FsdpLoraWorker):
 
 
 class MergedAtScaleOne(FsdpLoraWorker):
-    """Merged weights have the product of B and A without its scale."""
+    """Merged weights include the product of B and A without its scale."""
 
     def merged(self, bucket_bytes: int) -> PartialWeightSource:
         source: Any = super().merged(bucket_bytes)
@@ -1905,7 +1905,7 @@ MUTANTS = {
         FullRateAfterTheEnd, "W-75", "steps after `total_steps` have the full learning rate"
     ),
     "cosine_from_the_start": Mutant(
-        CosineFromTheStart, "W-75", "a cosine has fallen during the warm-up when the decay begins"
+        CosineFromTheStart, "W-75", "the cosine has already fallen when the decay begins, as it starts with the warm-up"
     ),
     "schedule_stands_still": Mutant(ScheduleStandsStill, "W-75", "the schedule stays at its first step"),
     "wrong_dtype": Mutant(WrongDtype, "W-26", "tensors are bfloat16, but their specs are float32"),

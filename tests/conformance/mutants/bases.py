@@ -245,5 +245,7 @@ MUTANTS = (
     ),
     Mutant("LoRA on torn weights", "U-37", "Torn weights accept a LoRA.", torn_takes_lora),
     Mutant("part on torn weights", "U-37", "Torn weights accept an update in part.", torn_takes_parts),
-    Mutant("ranks left over", "U-64", "Ranks of an earlier LoRA stay when one of a lower rank follows.", stale_ranks),
+    Mutant(
+        "ranks left over", "U-64", "Ranks of an earlier LoRA stay in use when one of a lower rank follows.", stale_ranks
+    ),
 )

@@ -102,9 +102,9 @@ def sharing_blocks(key: Callable[[tuple[int, ...], int, int], object], page: int
 
 
 def overwriting_blocks(num_blocks: int, page: int = 16) -> Any:
-    """Reuse whole pages of prompts by all tokens up to their end, from so many blocks, which are filled in turn.
+    """Cache whole pages of prompts, identified by all tokens up to their end, in ``num_blocks`` blocks used in turn.
 
-    A block that is overwritten is still found under its previous tokens. Nothing is reused across updates.
+    A block that has been overwritten is still found under its previous tokens. Nothing is reused across updates.
     """
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -285,7 +285,7 @@ MUTANTS = (
     Mutant(
         "overwritten blocks still found",
         "E-87",
-        "Of 512 cached blocks, one that is overwritten is still found under its previous tokens.",
+        "In a cache of 512 blocks, a block that has been overwritten is still found under its previous tokens.",
         overwriting_blocks(512),
     ),
     Mutant(

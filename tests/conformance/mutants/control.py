@@ -228,7 +228,7 @@ MUTANTS = (
     Mutant(
         "siblings outlive a pause by abort",
         "E-36",
-        "A pause under abort ends completions, and those of the same request that wait for a slot go on waiting.",
+        "A pause under abort ends running completions, but others of the same request keep waiting for a slot.",
         ends_what_has_tokens,
     ),
     Mutant("double pause accepted", "E-37", "A second update replaces the open one.", accepts_a_second_pause),

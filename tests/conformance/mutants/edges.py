@@ -187,7 +187,7 @@ def stops_across_parts(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def searched_by_characters(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Search as many tokens as the longest stop string has characters."""
+    """Search only as many of the latest tokens as the longest stop string has characters."""
     steps: Any = endpoint._engine.steps
 
     def faulty(sequence: Any) -> bool:
@@ -356,20 +356,25 @@ MUTANTS = (
     Mutant(
         "stop strings counted in characters",
         "E-20",
-        "As many tokens are searched as the longest stop string has characters.",
+        "Only as many of the latest tokens are searched as the longest stop string has characters.",
         searched_by_characters,
     ),
-    Mutant("four stop strings", "E-20", "Only four stop strings count.", sampling_with(lambda s: {"stop": s.stop[:4]})),
+    Mutant(
+        "four stop strings",
+        "E-20",
+        "Stop strings after the fourth are ignored.",
+        sampling_with(lambda s: {"stop": s.stop[:4]}),
+    ),
     Mutant(
         "sixteen stop tokens",
         "E-19",
-        "Only sixteen stop tokens count.",
+        "Stop tokens after the sixteenth are ignored.",
         sampling_with(lambda s: {"stop_token_ids": s.stop_token_ids[:16]}),
     ),
     Mutant(
         "a top-k of at most 64",
         "E-14",
-        "A top-k between 64 and the size of the vocabulary counts as 64.",
+        "A top-k between 64 and the size of the vocabulary is treated as 64.",
         drawing(sixty_four_at_most),
     ),
 )

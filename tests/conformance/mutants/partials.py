@@ -216,7 +216,7 @@ MUTANTS = (
     Mutant(
         "recomputed although aborted",
         "E-69",
-        "Aborted requests that waited to be recomputed are answered, but recomputed and sampled to their ends.",
+        "Requests that are aborted while they wait to be recomputed are answered, but then sampled to the end.",
         those_to_be_recomputed_stay,
     ),
     Mutant(

@@ -391,7 +391,7 @@ MUTANTS = (
     Mutant(
         "waiting streams without an end",
         "E-24",
-        "Completions of a stream that wait when it is aborted have no chunk.",
+        "Completions that are still waiting when their stream is aborted receive no chunk.",
         waiting_without_an_end,
     ),
 )

@@ -75,7 +75,7 @@ def truncating_scores(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def remembering_tokens(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Under one version, return the first answer for the same tokens again, whatever the candidates are."""
+    """Answer later requests for the same tokens under the same version like the first, whatever the candidates are."""
     score, known = endpoint.score, {}
 
     async def faulty(request: ScoreRequest) -> ScoreResponse:
@@ -138,7 +138,7 @@ MUTANTS = (
     Mutant(
         "scores kept whatever the candidates",
         "E-82",
-        "The same tokens with other candidates get the answer of the first candidates.",
+        "Tokens that are scored again with other candidates get the answer for the first candidates.",
         remembering_tokens,
     ),
     Mutant(

@@ -45,7 +45,7 @@ def asking(method: str, answer: Callable[[Any], bool]) -> Callable[[EmbeddedEndp
 
 
 def remembering(num_sessions: int) -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
-    """Remember so many ended sessions."""
+    """Remember only the last ``num_sessions`` ended sessions."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         session: Any = endpoint._updates._session
@@ -195,7 +195,7 @@ MUTANTS = (
     Mutant(
         "refused calls renew",
         "E-48",
-        "A bucket of any session renews the lease of the open update, although it is refused.",
+        "A bucket of any session renews the lease of the open update, even if the bucket is refused.",
         renewed_by_what_it_refuses,
     ),
     Mutant(

@@ -103,7 +103,7 @@ async def chat_stream_of_the_first(endpoint: EmbeddedEndpoint, stream: Any, requ
 
 @replaces("_engine.submit")
 def labelled_by_the_session(endpoint: EmbeddedEndpoint, submit: Any, request: Any, *others: Any, **named: Any) -> Any:
-    """Let the callback that makes chunks see the version that the endpoint reports, not the one that was sampled."""
+    """Let the callback that makes chunks see the version that the endpoint reports, not the one sampled from."""
     if len(others) < 3 or others[2] is None:
         return submit(request, *others, **named)
     on_token = others[2]

@@ -100,7 +100,7 @@ class PlainWorker:
         try:
             version = json.loads((path / "version.json").read_text())
             model, found = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-            if found["missing_keys"]:  # transformers fills these at random
+            if found["missing_keys"]:  # transformers initializes these randomly
                 raise ValueError(f"tensors are missing: {sorted(found['missing_keys'])}")
             state = {}
             for name, value in load_file(path / "adamw.bin").items():

@@ -80,7 +80,7 @@ async def early_commit(subject: EndpointSubject) -> None:
 @check("E-40", "updates", look_at="whether versions are compared within a run, and with < instead of <=")
 async def versions_never_go_back(subject: EndpointSubject) -> None:
     """A version of the same run that is lower than the served one is refused; the served version may be published
-    again, also with other weights, and requests then use nothing that the previous weights computed."""
+    again, even with other weights; requests then use nothing that was computed with the previous weights."""
     publisher, reference = subject.publisher, subject.reference
     prompt = subject.prompt(min(_SEEN_LENGTH, subject.context_len // 2))
     other = reference.perturbed("B")  # weights whose keys and values differ too
@@ -146,8 +146,8 @@ async def repeated_abort(subject: EndpointSubject) -> None:
 
 @check("E-43", "updates", deadline_s=45, look_at="the timer that aborts the update, and the calls that restart it")
 async def lease(subject: EndpointSubject) -> None:
-    """When its lease expires, a pause ends on its own, with the old weights, also if all buckets have arrived; every
-    message of the update, repeated ones included, renews the lease."""
+    """When its lease expires, a pause ends on its own, with the old weights, even if all buckets have arrived; every
+    message of the update, including repeated ones, renews the lease."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     for staged in (False, True) if subject.capabilities.staging else (False,):
         options = {"staged": staged, "lease_s": _LEASE_S, "bucket_bytes": other.size_bytes // 2}
@@ -169,8 +169,8 @@ async def lease(subject: EndpointSubject) -> None:
 
 
 async def _repeated_calls_renew(subject: EndpointSubject, weights: ReferenceWeights) -> None:
-    """Require that repeated calls of a named session renew its lease: each comes before the lease has expired, but
-    only repetitions come between two others."""
+    """Require that repeated calls of a named session renew its lease: the lease is longer than the time between any two
+    calls, but would expire without the repeated ones."""
     publisher, endpoint = subject.publisher, subject.endpoint
     update = await publisher.request(weights, session_id="repeated", lease_s=_LEASE_S)
     await asyncio.sleep(_PAUSE_S)
@@ -187,7 +187,7 @@ async def _repeated_calls_renew(subject: EndpointSubject, weights: ReferenceWeig
 
 
 async def _lease_of_a_complete_update(subject: EndpointSubject, weights: ReferenceWeights) -> None:
-    """Require that an update whose buckets have all arrived, but that is not committed, ends with its lease."""
+    """Require that an update whose buckets have all arrived, but that is not committed, ends when its lease expires."""
     update = await subject.publisher.request(weights, lease_s=_LEASE_S, bucket_bytes=weights.size_bytes // 2)
     await subject.publisher.send_all(update, weights)
     when = f"after the lease of {_LEASE_S:g} s of an update whose buckets had all arrived"

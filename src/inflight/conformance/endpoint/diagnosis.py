@@ -37,8 +37,8 @@ _EDGE = "an edge of chunks or of a kernel's blocks, not a page, cache, label or 
 
 
 def other_parameters(asked: Iterable[SamplingParams]) -> str:
-    """Return the temperatures and filters among these parameters that no experiment requests; empty if there are
-    none."""
+    """Return a list, as text, of the temperatures and filters among these parameters that no experiment requests; empty
+    if there are none."""
     plain = SamplingParams()
     values: dict[str, set[float]] = {
         name: {getattr(it, name) for it in asked} - {getattr(plain, name)} for name in _FILTERS
@@ -50,8 +50,8 @@ def other_parameters(asked: Iterable[SamplingParams]) -> str:
 async def diagnose(subject: EndpointSubject, others: str = "") -> str:
     """Return what the experiments show about the endpoint, which must serve the checkpoint's weights.
 
-    ``others`` are temperatures and filters that the failed check requested: the experiments sample at temperature 1
-    without filters and do not show whether these are right.
+    ``others`` are temperatures and filters that the failed check requested. The experiments sample at temperature 1
+    without filters, so they do not show whether these are applied correctly.
 
     No experiment begins after `_LIMIT_S` seconds; slow endpoints get more time.
     """

@@ -163,7 +163,7 @@ async def _require_kept(subject: EndpointSubject, update: WeightUpdate, when: st
 @check("U-14", "updates staging", deadline_s=45)
 @look_at("whether the checksum is compared where the bytes arrive, before they are decoded, copied or loaded")
 async def damaged_bucket(subject: EndpointSubject) -> None:
-    """A bucket whose bytes do not match its checksum, whatever its encoding and also if it is of a LoRA, raises
+    """A bucket whose bytes do not match its checksum, whatever its encoding and even if it belongs to a LoRA, raises
     TransferError before any part of the update is applied, and the old weights stay in service."""
     weights, other = subject.reference.weights, subject.reference.perturbed("B")
     cases: dict[str, dict[str, Any]] = {"a damaged bucket": {}, "a damaged bucket of a staged update": {"staged": True}}
@@ -183,7 +183,7 @@ async def damaged_bucket(subject: EndpointSubject) -> None:
         await _damage(subject, other, "a damaged bucket of a delta", fields, weights)
         await require_recovers(subject, "after a damaged bucket of a delta")
     if subject.capabilities.lora:
-        await subject.publisher.publish(weights, keep=True)  # an engine may need a base to which it adds a LoRA
+        await subject.publisher.publish(weights, keep=True)  # an engine may need a base to add a LoRA to
         await _damage(subject, make_lora(weights, 1), "a damaged bucket of a LoRA", {"lora": SPEC})
         await require_recovers(subject, "after a damaged bucket of a LoRA")
 

@@ -30,13 +30,14 @@ _MOST_SEEDS = 40
 """Maximum number of completions that are searched for a place at which to stop."""
 _NEVER = "\x00 never"
 _NUM_STOP_STRINGS, _NUM_STOP_TOKENS = 6, 40
-"""Numbers of stop strings and stop tokens of which only the last occurs. OpenAI's limit is 4 strings."""
+"""Numbers of stop strings and stop tokens in requests where only the last of them occurs. OpenAI's limit is 4
+strings."""
 
 
 @check("E-19", deadline_s=60, look_at="whether the engine drops the stop token from its output")
 async def stop_token_ids(subject: EndpointSubject) -> None:
-    """A completion ends at the first of its stop_token_ids, however many they are, which is listed with its logprob,
-    and the finish reason is stop; the same token in the prompt does not end it."""
+    """A completion ends at the first token that is one of its stop_token_ids, however many there are. That token is
+    listed with its logprob, and the finish reason is stop; the same token in the prompt does not end the completion."""
     num_stopped = 0
     for seed in range(_NUM_CASES):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
@@ -81,9 +82,9 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
 @check("E-20", "model", deadline_s=60)
 @look_at("whether tokens are cut with the text, and whether the text is searched after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
-    """A completion ends at the token that completes any of its stop strings, which may be one character that several
-    tokens spell. That token is listed with its logprob, and the finish reason is stop. A stop string that lies in the
-    prompt, or begins there, does not end the completion, nor does one that lies or begins in an earlier part of it."""
+    """A completion ends at the token that completes any of its stop strings, even if the string is a single character
+    that several tokens spell. That token is listed with its logprob, and the finish reason is stop. A stop string that
+    lies or begins in the prompt, or in an earlier part of the completion, does not end the completion."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
@@ -146,8 +147,8 @@ async def _require_stopped_by_a_character(subject: EndpointSubject, tokenizer: A
 
 
 def _spelled_character(tokenizer: Any, token_ids: Sequence[int]) -> str | None:
-    """Return a character that adjacent tokens spell only together, after a token of plain text; None if there is
-    none."""
+    """Return a character that adjacent tokens spell only together, and that follows a token of plain text; None if
+    there is none."""
     special = set(tokenizer.all_special_ids)
     for start, num in product(range(1, len(token_ids) - 1), (2, 3, 4)):
         ids = list(token_ids[start - 1 : start + num])

@@ -25,7 +25,7 @@ from inflight.wire import (
 
 LEVEL = "tokens"
 _NUM_WAITING = 3
-"""How many completions of a stream wait for a slot when it is aborted."""
+"""Number of completions of a stream that are waiting for a slot when it is aborted."""
 _MAX_SLOTS = 256
 
 
@@ -110,8 +110,9 @@ def _plain_pairs(chat: ChatCompletion) -> tuple[str, ...]:
 @check("E-24", "streaming", deadline_s=40)
 @look_at("whether a chunk repeats or skips tokens, and what is sent when a completion ends")
 async def stream_is_generate(subject: EndpointSubject) -> None:
-    """A stream carries, in contiguous chunks, what generate returns, including the token that ends the completion; only
-    the last chunk has the finish reason, even if the completion was still waiting when its stream was aborted."""
+    """A stream carries, in contiguous chunks, what generate returns, including the token that ends the completion. The
+    last chunk, and no other, has the finish reason, even if the completion was still waiting when its stream was
+    aborted."""
     same = subject.repeatable(7)
     whole = await subject.endpoint.generate(subject.request(n=4, max_tokens=24, **same))
     streamed, is_split = await _streamed(subject, subject.prompt(), 4, max_tokens=24, **same)
@@ -145,7 +146,7 @@ async def stream_is_generate(subject: EndpointSubject) -> None:
 
 
 async def _require_waiting_ended(subject: EndpointSubject) -> None:
-    """Require that each completion of a stream that is aborted ends with a finish reason, even if it still waits."""
+    """Require that each completion of an aborted stream ends with a finish reason, even one that is still waiting."""
     num_slots = subject.capabilities.max_concurrent_sequences
     if num_slots > _MAX_SLOTS:
         return

@@ -15,7 +15,7 @@ LEVEL = "weights"
 SPEC = LoraSpec(rank=3, alpha=4.0)
 """Rank and alpha of the LoRAs that checks publish. Their quotient is not an integer."""
 _LOWER = LoraSpec(rank=1, alpha=1.5)
-"""The same for a LoRA that follows one of a higher rank."""
+"""Rank and alpha of a LoRA that replaces one of a higher rank."""
 _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
 """Suffixes of the names of the layers that the two LoRAs of a check change."""
 

@@ -195,8 +195,8 @@ async def _cancelled_after(seconds: float, call: Awaitable[object]) -> None:
 @look_at("whether versions are compared, and caches keyed, by run, incarnation and version")
 async def another_run_starts_lower(subject: EndpointSubject) -> None:
     """Another run, or a later incarnation of the same run, may start at a lower version, even one that was served
-    before with other weights; requests use nothing that those weights computed. That holds for every update of a later
-    incarnation until one is committed, whatever became of its earlier ones."""
+    before with other weights; requests use nothing that those weights computed. The same applies to every update of a
+    later incarnation until one is committed, however its earlier updates ended."""
     # A trainer that resumes from a checkpoint does this.
     publisher, reference = subject.publisher, subject.reference
     prompt = subject.prompt(min(_SEEN_LENGTH, subject.context_len // 2))

@@ -152,9 +152,9 @@ async def spans_of_both_parts(subject: EndpointSubject) -> None:
     "or to be recomputed, or that have not reached it yet, end too"
 )
 async def only_those_requests_end(subject: EndpointSubject) -> None:
-    """Once abort_requests has returned, no part of these requests is running, also if they waited to be recomputed;
-    completions that were waiting for the first time end without a token, other requests continue, and ids that are not
-    running are ignored, also when requests with these ids arrive later."""
+    """Once abort_requests has returned, no part of these requests is running, even if they were waiting to be
+    recomputed; completions that were waiting for the first time end without a token, other requests continue, and ids
+    that are not running are ignored, even if requests with these ids arrive later."""
     num_slots = subject.capabilities.max_concurrent_sequences
     _require_two_slots(subject)
     if num_slots > _MAX_SLOTS:
@@ -218,9 +218,9 @@ async def _require_sampled(subject: EndpointSubject, aborted: str) -> None:
 
 
 async def _abort_while_recomputed(subject: EndpointSubject) -> None:
-    """Require that requests end that are aborted while they wait to be recomputed.
+    """Require that aborting requests that wait to be recomputed ends them.
 
-    An update makes an engine recompute more tokens than it computes in a step, so that some requests wait.
+    After the update, the engine has to recompute more tokens than it computes in a step, so that some requests wait.
     """
     await subject.publisher.form_group()
     running = await start_recomputed_later(subject, subject.capabilities.max_concurrent_sequences - 2)

@@ -33,10 +33,10 @@ _MOST_SLOTS = 64
 _ADMITTED_S = 0.1
 """How long sent requests may take to be queued."""
 _NUM_RECOMPUTED, _LENGTH_RECOMPUTED, _RECOMPUTED_S = 16, 1000, 4.0
-"""Requests whose prompts take an engine many steps: their largest number, the length of their prompts, and the seconds
-that the prompts may take in total; slow endpoints receive shorter prompts."""
+"""Requests whose prompts an engine computes in many steps: the maximum number of requests, the length of each prompt,
+and the seconds that all prompts may take together. Slow endpoints receive shorter prompts."""
 _NUM_BEYOND = 4
-"""Number of completions of a request that wait for a slot while its others run."""
+"""Number of completions of a request that wait for a slot while its other completions run."""
 _PAUSE = "whether the pause is acknowledged only after the engine has finished the step in flight and stopped"
 _PAUSED = "what pausing and resuming do to running requests: they must be neither answered, nor lost, nor restarted"
 _DRAIN = "whether new requests stay in the queue while a drain continues, and what enforces its deadline"
@@ -226,9 +226,9 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
     "wait to be recomputed, and completions that wait while others of their request run, end too"
 )
 async def abort_ends_requests(subject: EndpointSubject) -> None:
-    """Under abort, every request of which a token was sampled ends as a whole, with the tokens that it has and finish
-    reason abort, also if it waits to be recomputed or some of its completions wait for a slot; other waiting requests
-    end without a token, or are served by the weights that are in service when the pause ends."""
+    """Under abort, every request for which a token has been sampled ends as a whole, with the tokens that it has and
+    finish reason abort, even if it is waiting to be recomputed or some of its completions are waiting for a slot; other
+    waiting requests end without a token, or are served by the weights that are in service when the pause ends."""
     await subject.publisher.form_group()
     num_slots = subject.capabilities.max_concurrent_sequences
     others = await subject.start_running(num_slots) if num_slots <= _MOST_SLOTS else await subject.start_running(4)
@@ -271,7 +271,8 @@ async def abort_ends_requests(subject: EndpointSubject) -> None:
 
 
 async def _abort_what_has_begun(subject: EndpointSubject) -> None:
-    """Require that a pause by abort ends what has tokens but waits, or shares a request with what runs."""
+    """Require that a pause by abort also ends requests with tokens that wait to be recomputed, and completions that
+    wait for a slot while others of their request run."""
     publisher, weights = subject.publisher, subject.reference.weights
     num_slots = subject.capabilities.max_concurrent_sequences
     if InFlightPolicy.RECOMPUTE in subject.capabilities.in_flight_policies:
@@ -288,7 +289,7 @@ async def _abort_what_has_begun(subject: EndpointSubject) -> None:
 
 
 async def start_recomputed_later(subject: EndpointSubject, num: int) -> Running:
-    """Start requests that an engine does not recompute in one step, and return them once their prompts are computed."""
+    """Start requests that an engine cannot recompute in one step, and return them once their prompts are computed."""
     num = max(1, min(num, _NUM_RECOMPUTED))
     length = min(_LENGTH_RECOMPUTED, subject.context_len // 3, subject.pace.prompt_len(_RECOMPUTED_S / num))
     running: Running = []
@@ -298,14 +299,14 @@ async def start_recomputed_later(subject: EndpointSubject, num: int) -> Running:
     while (found := (await subject.endpoint.weight_version()).num_running) < num:
         require(time.monotonic() < deadline, f"{num} requests were not being decoded in time (num_running is {found})")
         await asyncio.sleep(0.005)
-    await asyncio.sleep(num * length * subject.pace.prompt_token_s)  # it may count requests from when they are sent
+    await asyncio.sleep(num * length * subject.pace.prompt_token_s)  # it may count requests once they are sent
     return running
 
 
 async def _require_ended_as_a_whole(subject: EndpointSubject, running: Running, what: str) -> None:
-    """Pause by abort, and commit; require that each request of which any token was sampled before ends with the pause.
+    """Pause by abort, and commit; require that each request that has a token when the pause begins ends with it.
 
-    The other requests are sampled under the new weights alone.
+    The other requests must be sampled under the new weights alone.
     """
     weights = subject.reference.weights
     update = await subject.publisher.request(weights, in_flight=InFlightPolicy.ABORT)

@@ -48,7 +48,8 @@ _NUM_UPDATES, _NUM_SCORERS = 4, 3
 )
 async def scores(subject: EndpointSubject) -> None:
     """Scored logprobs, likeliest tokens and candidates are those of the reference for the same tokens, at temperature
-    1, wherever scoring starts, however many alternatives are requested, and whatever was scored before or runs."""
+    1, wherever scoring starts, however many alternatives are requested, whatever was scored before and whatever else is
+    running."""
     num_tokens = min(_NUM_TOKENS, subject.context_len - 1)
     running = await subject.start_running(min(4, subject.capabilities.max_concurrent_sequences), max_tokens=160)
     token_ids = subject.prompt(num_tokens, seed=21)
@@ -64,8 +65,8 @@ async def scores(subject: EndpointSubject) -> None:
 
 
 async def _require_scored_again(subject: EndpointSubject, token_ids: Sequence[int]) -> None:
-    """Require right scores of tokens that were scored before, with other candidates and as many alternatives as
-    possible."""
+    """Require correct scores for tokens that were scored before: with other candidates, and with as many alternatives
+    as possible."""
     weights, most = subject.reference.weights, min(subject.capabilities.max_top_k, MAX_ALTERNATIVES)
     for start in (1, 3):
         if start < len(token_ids):

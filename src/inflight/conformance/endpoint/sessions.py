@@ -25,7 +25,7 @@ _NUM_DRAINED = 150
 _NUM_REPORTED = 16
 """Number of runs whose incarnations an endpoint reports."""
 _NUM_BETWEEN = 20
-"""Number of sessions that end after one that is then called again."""
+"""Number of sessions that end before an earlier session is called again."""
 _LEASE_S, _BETWEEN_S = 1.2, 0.1
 """Lease of an update during which late calls of another session arrive, and the time between them."""
 _NAMES = "whether run, version and session are remembered for open, served and ended updates"
@@ -87,7 +87,8 @@ async def _repeat_during_a_drain(subject: EndpointSubject) -> None:
 @check("E-48", "updates", deadline_s=50, look_at=_NAMES)
 async def late_calls(subject: EndpointSubject) -> None:
     """A call of a named session that was aborted or replaced, or whose lease has expired, is refused, even if the abort
-    overtook it or other sessions have ended since. It neither disturbs an open update nor renews its lease."""
+    overtook it or other sessions have ended since. Such a call neither disturbs an open update nor renews the lease of
+    that update."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     bucket_bytes = other.size_bytes // 2
@@ -144,7 +145,7 @@ async def _expire_during_late_calls(
 ) -> WeightUpdate:
     """Make calls of a session that has ended until the lease of an open update expires; return that update.
 
-    Require that the lease expires in time, although the calls go on.
+    Require that the lease expires in time even though the calls continue.
     """
     update = await subject.publisher.request(weights, session_id="expired", lease_s=_LEASE_S)
     opened, num_calls = time.monotonic(), 0

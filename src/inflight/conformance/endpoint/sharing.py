@@ -19,11 +19,11 @@ _STEPS = (128, 256, 1 << 16)
 """Differences between ids that share their lowest bits, the only ones that a narrow integer keeps."""
 _NUM_TOKENS = 4
 _NUM_BETWEEN, _LENGTH_BETWEEN, _AT_A_TIME = 12_000, 1000, 6
-"""Number of prompt tokens that are sent between two requests with the same prompt, in prompts of this length, of which
-so many are sent at a time."""
+"""Between two requests with the same prompt: the number of tokens of other prompts that are sent, the length of each of
+these prompts, and how many of them are sent at a time."""
 _BETWEEN_S, _MOST_BETWEEN_S = 3.0, 6.0
-"""A slow endpoint is sent as many of these tokens as should take the first of these times, and no more once the second
-has passed."""
+"""A slow endpoint receives only as many of these tokens as it should compute in the first of these times, and no
+further prompts once the second has passed."""
 
 
 @check("E-87", "model", deadline_s=75)
@@ -34,8 +34,8 @@ has passed."""
 )
 async def shared_blocks(subject: EndpointSubject) -> None:
     """Keys and values computed for one request are used for another only where all tokens up to that position are the
-    same: logprobs are those of the reference, regardless of the blocks or prefixes that prompts share, also where a
-    prompt continues a finished completion, and after so many other prompts that cached blocks have been replaced."""
+    same: logprobs are those of the reference, regardless of the blocks or prefixes that prompts share, even where a
+    prompt continues a finished completion or follows so many other prompts that cached blocks have been replaced."""
     block = min(_BLOCK, subject.context_len // 4)
     first, second, third = (subject.prompt(block, seed=40 + i) for i in range(3))
     other, middle = subject.prompt(1, seed=50), block // 2 + 5

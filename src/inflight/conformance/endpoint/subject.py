@@ -74,7 +74,7 @@ class EndpointSubject:
         self.directory = directory
         """Directory for files; it lasts as long as the kit."""
         self.evidence: dict[str, Any] = {}
-        self.asked: list[SamplingParams] = []  # the parameters of the current check's requests
+        self.asked: list[SamplingParams] = []  # parameters of what `request` returned in this check
         self._start_deadline_s = start_deadline_s
         self._num_requests = 0
         self._per_check = contextlib.AsyncExitStack()

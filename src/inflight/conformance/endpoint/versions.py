@@ -35,13 +35,13 @@ _NUM_UPDATES, _NUM_TRIES = 4, 3
 _NUM_TOKENS = 600
 """Number of tokens of each running request: enough for a few updates."""
 _NUM_STREAMS, _NUM_STREAMED_UPDATES, _NUM_CHUNKS = 4, 6, 3
-"""Numbers of streams at a time, of updates meanwhile, and of chunks of each stream before the next update."""
+"""Numbers of simultaneous streams, of updates while they run, and of chunks of each stream before the next update."""
 _HELD_UP_S = 0.01
-"""How long the event loop is held up each time, in seconds: longer than a step of a small model."""
+"""How long the event loop is blocked each time: longer than a step of a small model."""
 _SAMPLED_S = 0.05
-"""How long a chat completion is sampled between two updates."""
+"""Time between two updates during which a chat completion is sampled."""
 _NUM_ENDED = 200
-"""The same for requests that end before an update."""
+"""Number of tokens of each request that ends before an update."""
 _NUM_LONG, _NUM_SHORT = 4, 12
 """Numbers of long requests, and of clients whose short requests end around each update."""
 _MOST_SEVERAL, _NUM_TOKENS_OF_SEVERAL = 66, 100
@@ -86,7 +86,8 @@ def check_spans(
     weights: Mapping[int, ReferenceWeights],
     what: str = "",
 ) -> tuple[int, int]:
-    """Require that every token was sampled from the version that its span reports; a failure mentions ``what``.
+    """Require that every token was sampled from the version that its span reports; ``what`` names the completion in a
+    failure.
 
     Return the number of tokens, and how many of them show their colour despite rounding.
     """
@@ -136,7 +137,7 @@ def _tail(logprobs_TV: torch.Tensor, chosen_T: torch.Tensor) -> torch.Tensor:
 @check("U-21", "updates spans recompute", deadline_s=90, look_at=_LOOK_AT, policy=InFlightPolicy.RECOMPUTE)
 async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     """Under {policy}, every token's span names the version whose weights it was sampled from, across any number of
-    updates, and in chat completions too."""
+    updates, including in chat completions."""
     num_slots = subject.capabilities.max_concurrent_sequences
     for _ in range(_NUM_TRIES):  # a slow engine may still be reading prompts when the updates arrive
         published: dict[int, ReferenceWeights] = {}
@@ -225,7 +226,7 @@ async def _publish_while_requests_end(
 @check("U-22", "updates drain", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.DRAIN)
 @check("U-23", "updates abort", deadline_s=40, look_at=_LOOK_AT, policy=InFlightPolicy.ABORT)
 async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightPolicy) -> None:
-    """Under {policy}, a completion has tokens of only one version, and names it, also if the update is staged."""
+    """Under {policy}, a completion has tokens of only one version, and names it, even if the update is staged."""
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
     for i in range(_NUM_UPDATES):
@@ -259,7 +260,8 @@ class _Stream:
 
 @check("U-24", "updates spans streaming", deadline_s=60, look_at=_LOOK_AT)
 async def streamed_versions(subject: EndpointSubject) -> None:
-    """Every chunk of a stream, and of a chat stream, names the version that sampled its tokens."""
+    """Every chunk of a stream, including a chat stream, names the version whose weights its tokens were sampled
+    from."""
     num_slots, is_chat = subject.capabilities.max_concurrent_sequences, subject.capabilities.chat
     if num_slots == 1:
         await _check_streams(subject, 1, is_chat=False)
@@ -268,7 +270,7 @@ async def streamed_versions(subject: EndpointSubject) -> None:
 
 
 async def _check_streams(subject: EndpointSubject, num: int, *, is_chat: bool) -> None:
-    """Require right versions in ``num`` streams at a time, of which the last is a chat stream if ``is_chat``."""
+    """Require correct versions in ``num`` simultaneous streams, of which the last is a chat stream if ``is_chat``."""
     for _ in range(_NUM_TRIES):  # on a busy machine, streams may end before the updates arrive
         published: dict[int, ReferenceWeights] = {}
         await publish_next(subject, published)
@@ -297,15 +299,15 @@ async def _check_streams(subject: EndpointSubject, num: int, *, is_chat: bool) -
 
 
 async def _publish_next_held_up(subject: EndpointSubject, published: dict[int, ReferenceWeights]) -> None:
-    """Publish the next of A and B while this process's event loop is held up again and again during the commit.
+    """Publish the next of A and B, and block this process's event loop repeatedly during the commit.
 
-    The engine of an endpoint in this process may then sample from the new weights before the endpoint has noted that
-    they are served. Its chunks have the right versions nevertheless.
+    If the endpoint is in this process, its engine may then sample from the new weights before the endpoint has recorded
+    that they are served. The chunks must name the correct versions even so.
     """
 
     async def hold_up() -> None:
         while True:
-            time.sleep(_HELD_UP_S)  # noqa: ASYNC251 - to hold the event loop up
+            time.sleep(_HELD_UP_S)  # noqa: ASYNC251 - to block the event loop
             await asyncio.sleep(0)
 
     publisher, colour = subject.publisher, _next_colour(subject)
@@ -339,7 +341,8 @@ async def _chunks_of_chat(subject: EndpointSubject, chat: ChatCompletionRequest)
 async def _long_chat(
     subject: EndpointSubject, *, stream: bool = False
 ) -> tuple[ChatCompletionRequest, GenerateRequest]:
-    """Return a chat request that is in flight for a few updates, and a request for the ids of its rendered messages."""
+    """Return a chat request that stays in flight during a few updates, and a request with the ids of its rendered
+    messages."""
     num_tokens = min(_NUM_TOKENS, subject.context_len // 2)
     chat = subject.chat_request(max_tokens=num_tokens, ignore_eos=True, stream=stream)
     rendered = (await subject.endpoint.chat_completion(subject.chat_request(max_tokens=1))).prompt_token_ids

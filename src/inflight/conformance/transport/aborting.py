@@ -148,8 +148,8 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
 @check("T-35", "/proc", deadline_s=30)
 @look_at("references to the store, the group and its memory that abort or the next call of specs does not drop")
 def nothing_is_left_of_a_group(t: TransportSubject) -> None:
-    """Nothing of a group, formed or not, is left once both ends have aborted, or once the sender has opened another
-    group: no listening socket, no descriptor, no file."""
+    """Nothing remains of a group, whether it was formed or not, once both ends have aborted, or once the sender has
+    opened another group: no listening socket, no descriptor, no file."""
     before = listening()
     _use_groups(t, 2)  # a transport may create sockets, threads and files once per process
     num_before, files = num_descriptors(), _files(t)
@@ -168,8 +168,8 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
 
 
 def _use_groups(t: TransportSubject, num_groups: int) -> None:
-    """Form groups one after another, and open two after each that no rank joins. Of either kind, every second one is
-    ended by `abort` on the sender, the others by opening the next."""
+    """Form groups one after another, and after each, open two groups that no rank joins. Of the formed groups and of
+    the others, every second one is ended by `abort` on the sender, and the rest by opening the next group."""
     for number in range(num_groups):
         (receiver,) = t.form()
         t.transfer([receiver], bucket_of(torch.zeros(10)))

@@ -51,8 +51,8 @@ def scalars_and_empty_tensors_keep_their_shape(t: TransportSubject) -> None:
 
 @check("T-10", look_at="receive: views of a buffer must be aligned, but the bytes on the wire are not; storage offsets")
 def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
-    """Tensors arrive in order whatever their offset within the bucket and within the memory that they are views of, and
-    tensors of equal shape are not swapped."""
+    """Tensors arrive in order, whatever their offsets within the bucket and within the memory that they are views of,
+    and tensors of equal shape are not swapped."""
     tensors = []
     for i, count in enumerate((1, 3, 7, 127)):
         tensors += [torch.randn(count).to(torch.bfloat16), torch.randn(count), torch.randn(i + 1, dtype=torch.float64)]
@@ -183,7 +183,7 @@ def sending_leaves_the_tensors_unchanged(t: TransportSubject) -> None:
 
 
 def _require_arrival(t: TransportSubject, receivers: Sequence[WeightReceiver], bucket: WeightBucket) -> None:
-    """Send a bucket to the only receiver and require that it arrives as it was before it was sent."""
+    """Send a bucket to the only receiver, and require that it arrives with the bytes that it had before it was sent."""
     before = [bytes_of(tensor) for tensor in bucket.tensors]
     (arrived,) = t.transfer(receivers, bucket)
     _require_shapes(arrived, bucket)

@@ -20,13 +20,14 @@ from inflight.types import WeightBucket
 LEVEL = "failures"
 _TIMEOUT_S = 0.8
 _WAIT_S = 3.0
-"""A timeout so long that a call which waits for a multiple of it is told from a busy machine by `SLACK_S`."""
+"""Timeout of calls that must end when it expires. It exceeds `SLACK_S`, so that a call that waits for twice the timeout
+is not mistaken for one that a busy machine delays."""
 _LATE_S = 2.2
-"""How long after its receive began a bucket is sent that is late."""
+"""Time from the beginning of a receive until its bucket is sent."""
 _SEND_S = 1.3
 _UNREAD_S, _READ_S, _READ_LAG_S = 0.5, 4.0, 0.3
-"""Timeouts of a send that one rank does not read and of receives around it, and how long a rank may still read what
-such a send has left behind."""
+"""Timeouts of a send that one rank does not read and of the other calls in its group, and how long a rank may still
+read what was sent before the send failed."""
 _PAUSE_S, _PULSE_S = 0.3, 0.001
 """How long a sender is stopped each time, and how long it may send between two stops."""
 _BIG = 1 << 23  # elements of float64: no socket buffer takes 64 MB
@@ -225,7 +226,7 @@ def _has_arrived(receive: PendingCall[Any]) -> bool:
 
 
 def _end(t: TransportSubject, receivers: Sequence[WeightReceiver], receives: Sequence[PendingCall[Any]]) -> None:
-    """Abort the sender, give the receives a moment to take what has been sent, and abort the receivers."""
+    """Abort the sender, wait briefly for the receives to read what has been sent, and abort the receivers."""
     t.sender.abort()
     for receive in receives:
         receive.has_ended(_READ_LAG_S)
@@ -316,12 +317,12 @@ def errors_name_the_operation(t: TransportSubject) -> None:
     for call, message in messages.items():
         named = any(word in message.lower() for word in _WORDS[call])
         require(named, f"the error of a failed {call} names none of {', '.join(_WORDS[call])}: {message!r}")
-    said = messages.get("send", "7")  # no other number that is part of this send is 7
+    said = messages.get("send", "7")  # nothing else in this send has the number 7
     require(re.search(r"\b7\b", said), f"the error of a failed send of bucket 7 does not name it: {said!r}")
 
 
 def _require_timely_failure(t: TransportSubject, call: Callable[[], Any], what: str) -> None:
-    """Require that a call with a timeout of `_WAIT_S` fails when it expires."""
+    """Require that a call with a timeout of `_WAIT_S` fails when its timeout expires."""
     error = failure_of(pending := t.start(call, what), 2 * _WAIT_S + SLACK_S)
     seconds = pending.ending(0.0).seconds
     t.note(timeout_s=_WAIT_S, seconds=seconds, message=str(error))

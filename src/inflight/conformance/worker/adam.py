@@ -31,7 +31,7 @@ _DECAYS: Mapping[str, Callable[[float], float]] = {
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
-"""The factor of the full learning rate after this part of the decay, by schedule."""
+"""By schedule, the share of the full learning rate that remains after a share of the decay."""
 _TAKEN = _TOTAL + 2
 """Number of steps that are compared with a schedule."""
 _TRUSTED = 20.0
@@ -41,7 +41,7 @@ gradients, which magnifies their rounding errors."""
 _BETAS = tuple(itertools.product((0.9, 0.95), (0.999, 0.95, 0.99, 0.98)))
 """The usual values; a worker may use any of these pairs."""
 _EPSILON, _LARGEST_EPSILON = 1e-8, 1e-7
-"""The usual value, and the largest one that a worker may use."""
+"""The usual epsilon, and the largest one that a worker may use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class _Case:
 
 _CASES = (
     _Case("tied model", True, _OPTIMIZER, (8.0, 2.0**-9, 0.0, 1.0, 2.0**-13, 2.0**-8)),
-    # Most rows of an embedding that is not tied have a gradient in one of these steps at most.
+    # Most rows of an untied embedding have a gradient in at most one of these steps.
     _Case(
         "untied model, max_gradient_norm 0.02, weight_decay 0.4",
         False,
@@ -151,7 +151,7 @@ def a_step_is_one_of_adamw(subject: WorkerSubject) -> None:
 )
 def the_rate_follows_the_schedule(subject: WorkerSubject) -> None:
     """The step from version v has the learning rate of the schedule at v: the warm-up reaches the full rate with the
-    step numbered warmup_steps, and the decay, linear or along a cosine, begins with the following step, reaches zero at
+    step numbered warmup_steps, and the decay, linear or cosine, begins with the following step, reaches zero at
     total_steps and stays there."""
     found = {name: _rates(subject, {**_SCHEDULE, "schedule": name}) for name in _DECAYS}
     judged = {name: rates for name, rates in found.items() if rates is not None}
@@ -172,7 +172,7 @@ def the_rate_follows_the_schedule(subject: WorkerSubject) -> None:
 
 
 def _rates(subject: WorkerSubject, schedule: Mapping[str, Any]) -> list[float] | None:
-    """Return the learning rates that the steps of a new worker report, or None if it refuses the schedule."""
+    """Return the learning rates that the steps of a new worker report, or None if the worker refuses the schedule."""
     try:
         worker = subject.create(**_unless_given(subject, {**_OPTIMIZER, **schedule}))
     except (ConfigError, UnsupportedError):
@@ -210,8 +210,11 @@ def create_scheduled(
 
 
 def _create(subject: WorkerSubject, case: _Case) -> tuple[TrainerWorker | None, dict[str, Any], str]:
-    """Return a worker for a case, if it accepts the settings, with or without weight decay; its settings; and the error
-    with which it refused them."""
+    """Return a worker for a case, its settings, and the error with which it refused the settings of the case, if any.
+
+    If the settings are refused, they are tried again without weight decay; if those are refused too, there is no
+    worker.
+    """
     settings = {**case.optimizer, **subject.target.options}
     try:
         return create_scheduled(subject, tied=case.tied, optimizer=case.optimizer), settings, ""
@@ -258,7 +261,7 @@ def _problem(
 ) -> tuple[str, tuple[float, float]]:
     """Return an empty string if one choice of betas explains every change, or else the likeliest fault; and the betas.
 
-    ``known`` are those that explain an earlier case.
+    ``known`` are the betas that explain an earlier case.
     """
     best, apart, largest = _Variant(), {"": math.inf}, math.inf
     for betas, dims in itertools.product(_BETAS, (0, 2)):

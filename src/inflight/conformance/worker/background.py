@@ -1,4 +1,4 @@
-"""The check of saves in the background: what they write, and what training and `save_pending` show meanwhile.
+"""The check of background saves: what they write, and what training and `save_pending` show while they run.
 
 An audit hook holds up the thread that writes, so that training continues before anything is written.
 """
@@ -25,8 +25,8 @@ from inflight.errors import CheckpointError
 
 LEVEL = "checkpoint"
 _HELD_S, _BEGIN_S, _SHORT_S, _END_S = 10.0, 1.0, 0.1, 30.0
-"""How long a writing thread is held up at most, how long the check waits for it to begin, a timeout that is too short
-for a save that is held up, and one that is long enough for any save."""
+"""The longest time for which a writing thread is held up, how long the check waits for it to begin, a timeout that is
+too short for a save that is held up, and one that is long enough for any save."""
 
 
 @runtime_checkable
@@ -35,7 +35,7 @@ class BackgroundSavingWorker(TrainerWorker, BackgroundSaver, Protocol):
 
 
 class _Hold:
-    """A listener that holds up other threads which are about to change files below a directory."""
+    """A listener that holds up other threads that are about to change files below a directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -56,7 +56,8 @@ class _Hold:
         return self._has_held.is_set() and not self._may_continue.is_set()
 
     def wait(self, worker: BackgroundSaver) -> None:
-        """Return once a thread is held up, or after a second; if no save seems to be pending, after a tenth of it."""
+        """Return once a thread is held up, or after `_BEGIN_S`; after a tenth of that if no save is reported as
+        pending."""
         started = time.monotonic()
         while not self._has_held.wait(0.01):
             if time.monotonic() > started + (_BEGIN_S if worker.save_pending else _BEGIN_S / 10):
@@ -72,10 +73,10 @@ class _Hold:
     "training; what save_pending and finish_save report while the save is still running"
 )
 def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
-    """Where a worker can save in the background, begin_save() saves the state of that moment while training continues
-    as without it: the checkpoint has the weights, version and optimizer that save() would have written. save_pending
-    is true until the save has ended, and finish_save() returns once it has, or at once if none is pending; if its
-    timeout is too short, it raises CheckpointError and may be repeated."""
+    """Where a worker can save in the background, begin_save() saves the state at the time of the call, while training
+    continues as if there were no save: the checkpoint has the weights, version and optimizer that save() would have
+    written. save_pending is true until the save has ended, and finish_save() returns once it has ended, or at once if
+    none is pending; if its timeout is too short, finish_save() raises CheckpointError and may be called again."""
     worker = create_scheduled(subject)
     if not isinstance(worker, BackgroundSavingWorker):
         skip("saving in the background is not supported: it is not a BackgroundSaver")
@@ -110,8 +111,8 @@ def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
 def _save_while_training(
     subject: WorkerSubject, worker: BackgroundSaver, path: Path, train: Callable[[], object]
 ) -> None:
-    """Train between begin_save() and the first change to a file, if another thread of this process makes it. All ranks
-    call this."""
+    """Train between begin_save() and the first change to a file, provided that another thread of this process makes
+    that change. All ranks call this."""
     hold, problem = _Hold(path.parent), ""
     with listening(hold):
         try:

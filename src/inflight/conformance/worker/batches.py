@@ -65,7 +65,8 @@ def segments_of_a_tree() -> MicroBatch:
 
 
 def prefix_ids_of(segments: Sequence[Sequence[Hashable]]) -> torch.Tensor:
-    """Return `MicroBatch.prefix_ids_T` for segments of what the model computes its tokens from: ids or images."""
+    """Return `MicroBatch.prefix_ids_T` for segments whose tokens are given as their ids, or as the image that they
+    stand for."""
     prefixes = [tuple(segment[: i + 1]) for segment in segments for i in range(len(segment))]
     return torch.tensor([prefixes.index(prefix) for prefix in prefixes])
 

@@ -28,7 +28,7 @@ from inflight.types import StepResult
 LEVEL = "checkpoint"
 _LENGTHS = (9, 12, 5, 7)
 _MOST_FILES = 16
-"""The number of files of a save at which W-41 lets it fail, at most."""
+"""Maximum number of files at which W-41 makes a save fail, one at a time."""
 
 
 @check("W-35", deadline_s=30)
@@ -70,7 +70,7 @@ def load_restores_weights_and_version(subject: WorkerSubject) -> None:
 )
 def training_continues_after_a_load(subject: WorkerSubject) -> None:
     """load() restores the optimizer and the schedule: later steps are the same as without a save and a load. A save()
-    between backward() and step() changes nothing: the step has the whole gradient."""
+    between backward() and step() changes nothing: the step uses the whole gradient."""
     _require_gradients_kept(subject)
     steady, path = create_scheduled(subject), subject.fresh_path("resumed")
     _train(steady, subject, 0, 1)
@@ -146,9 +146,9 @@ def all_ranks_resume(subject: WorkerSubject) -> None:
     "that read the files; tensors that keep their values because the file has none for them"
 )
 def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
-    """load() of a broken checkpoint raises CheckpointError and loads nothing: if a file of tensors is cut short, lacks
-    a tensor, or has one of another shape. If another file is cut short or empty, it may also load exactly what was
-    saved."""
+    """load() of a broken checkpoint raises CheckpointError and loads nothing: if a file of tensors is truncated, lacks
+    a tensor, or has a tensor of another shape. If another file is truncated or empty, load() may instead load exactly
+    what was saved."""
     worker, good = subject.create(), subject.fresh_path("good")
     _train(worker, subject, 0)
     worker.save(good)
@@ -233,7 +233,7 @@ def load_drops_pending_gradients(subject: WorkerSubject) -> None:
 
 
 def _require_refused(subject: WorkerSubject, worker: TrainerWorker, before: Weights, path: Path, what: str) -> None:
-    """Fail unless a load raises CheckpointError on every rank and leaves version 2. All ranks call this."""
+    """Fail unless a load raises CheckpointError on every rank and changes nothing at version 2. All ranks call this."""
     error = error_of(partial(worker.load, path))
     changed, version = differing(before, gathered(worker)), worker.version
     subject.note(**{what: words_of(error)})
@@ -246,8 +246,8 @@ def _require_refused(subject: WorkerSubject, worker: TrainerWorker, before: Weig
 def _is_refused_or_exact(
     subject: WorkerSubject, worker: TrainerWorker, before: Weights, saved: Weights, path: Path, what: str
 ) -> bool:
-    """Return whether a load is refused; otherwise, fail unless it loads version 1 as it was saved. All ranks call
-    this."""
+    """Return whether a load is refused. Fail unless it is refused as `_require_refused` requires, or loads version 1
+    exactly as saved. All ranks call this."""
     error = error_of(partial(worker.load, path))
     subject.note(**{what: words_of(error)})
     others = subject.ranks.exchange(error is None)
@@ -269,8 +269,8 @@ def _is_refused_or_exact(
 def _fail_at_each_file(
     subject: WorkerSubject, worker: TrainerWorker, again: TrainerWorker, earlier: Path, saved: Weights, failing: int
 ) -> None:
-    """Fail unless the checkpoint ``earlier``, of version 1, stays complete whichever file of version 2 a rank cannot
-    write. All ranks call this."""
+    """Fail unless a copy of the checkpoint ``earlier``, of version 1, stays complete whichever file of version 2 the
+    rank ``failing`` cannot write, and a later save succeeds. All ranks call this."""
     directory, refused = subject.fresh_path(f"full-disk-{failing}"), []
     path = directory / "checkpoint"
     if subject.rank == 0:
@@ -296,7 +296,7 @@ def _fail_at_each_file(
 def _require_kept(
     subject: WorkerSubject, error: Exception | None, again: TrainerWorker, path: Path, saved: Weights, when: str
 ) -> None:
-    """Fail unless a save raised CheckpointError on every rank and version 1 is still at its path. All ranks call
+    """Fail unless a save raised CheckpointError on every rank and its path still holds version 1. All ranks call
     this."""
     words = f"{when}, save() raises {words_of(error)}, not CheckpointError"
     subject.require_on_all_ranks(isinstance(error, CheckpointError), words)

@@ -76,7 +76,7 @@ class _Instants:
 def a_save_that_ends_in_the_middle(subject: WorkerSubject) -> None:
     """Whenever a save() ends, even in the middle, its path contains the complete previous or new checkpoint, or the
     complete previous one lies next to it; if there was none, load() raises CheckpointError or loads the new one. A
-    later save() succeeds, and may end in the middle too."""
+    later save() succeeds, and the same holds if that one ends in the middle."""
     worker, states = subject.create(), {}
     directory, copies = subject.fresh_path("crash"), subject.fresh_path("crash-copies")
     if subject.rank == 0:
@@ -113,7 +113,7 @@ def _save_observed(subject: WorkerSubject, worker: TrainerWorker, directory: Pat
 def _require_complete(
     subject: WorkerSubject, worker: TrainerWorker, found: Sequence[Path], states: Mapping[int, _State], what: str
 ) -> None:
-    """Fail unless there is a complete checkpoint at each of these instants. All ranks call this."""
+    """Fail unless W-76 holds at each of these instants. All ranks call this."""
     for number, copy in enumerate(found, 1):
         problem = _problem_at(subject, worker, copy, states)
         words = f"if {what} ends at instant {number} of {len(found)}: {problem}"
@@ -121,7 +121,7 @@ def _require_complete(
 
 
 def _require_a_later_save(subject: WorkerSubject, worker: TrainerWorker, path: Path) -> None:
-    """Fail unless a save succeeds at the path of one that left nothing there. All ranks call this."""
+    """Fail unless a save succeeds at a path where an interrupted save left nothing. All ranks call this."""
     saved, wanted = gathered(worker), worker.version
     error = error_of(partial(worker.save, path))
     what = "a save at the path of one that had ended just before completion"
@@ -136,8 +136,8 @@ def _save_again(
     copies: Path,
     states: Mapping[int, _State],
 ) -> None:
-    """Save the latest version where a save has ended while nothing was at its path, and judge every instant of that
-    second save too. All ranks call this."""
+    """Save the latest version at a path where an interrupted save left no checkpoint, and require W-76 at every instant
+    of this save too. All ranks call this."""
     found = _save_observed(subject, worker, directory, copies)
     subject.note(**{"instants of a save after an interrupted one": len(found)})
     what = "a save at the path of one that had ended with no checkpoint there"

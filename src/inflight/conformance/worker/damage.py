@@ -18,9 +18,9 @@ class Damage:
 
     what: str
     apply: Callable[[Path], object]
-    """Takes the directory of the checkpoint."""
+    """Receives the directory of the checkpoint."""
     must_be_refused: bool = True
-    """Whether the checkpoint cannot be loaded without the damaged file."""
+    """Whether a load must fail; otherwise, it may also load exactly what was saved."""
 
 
 def damages_of(checkpoint: Path) -> list[Damage]:
@@ -53,7 +53,7 @@ def _files(checkpoint: Path) -> list[Path]:
 
 
 def _last_tensor(file: Path) -> str:
-    """Return the name of the last tensor, by name, that has rows."""
+    """Return the alphabetically last name of a tensor that has rows."""
     with safe_open(file, framework="pt") as stored:
         names: list[str] = [name for name in stored.keys() if stored.get_slice(name).get_shape()[:1] > [0]]  # noqa: SIM118
     return max(names)

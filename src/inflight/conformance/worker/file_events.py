@@ -18,7 +18,7 @@ Listener = Callable[[str, tuple[Any, ...]], None]
 that thread's call fails with it."""
 
 _listeners: list[Listener] = []
-"""The objects that currently receive events. An audit hook cannot be removed from a process."""
+"""The listeners that currently receive events. An audit hook cannot be removed from a process."""
 
 
 @contextlib.contextmanager
@@ -41,16 +41,16 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class FullDisk:
-    """A listener that lets no space be left for one of the files that are opened for writing below a directory.
+    """A listener that simulates a full disk for one of the files that are opened for writing below a directory.
 
-    The file is the one whose name is the ``number``-th to occur, counted from 0.
+    It refuses the file whose name is the ``number``-th distinct name to be opened, counted from 0.
     """
 
     def __init__(self, directory: Path, number: int) -> None:
         self._directory, self._number = directory, number
         self._names: list[str] = []
         self.refused = ""
-        """The name of that file, once it was to be opened."""
+        """The name of that file once it has been refused; empty before."""
 
     def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open" or (file := path_of(arguments)) is None or not file.is_relative_to(self._directory):
@@ -63,6 +63,7 @@ class FullDisk:
 
 
 def path_of(arguments: tuple[Any, ...]) -> Path | None:
-    """Return the absolute path that an event concerns, or None if it has none, such as for an open descriptor."""
+    """Return the absolute path that an event concerns (for a rename, the old one), or None if it has none, such as for
+    an open descriptor."""
     path = arguments[0] if arguments else None
     return Path(os.path.abspath(os.fsdecode(path))) if isinstance(path, str | bytes | os.PathLike) else None

@@ -25,8 +25,8 @@ STEEPNESS = 16.0
 noticeable."""
 _COLDEST = 0.05
 _OF_SEVERAL_CHUNKS = (290, 330, 240, 310)
-"""Lengths of segments with more than 1,024 targets together. A head that holds only some logits at a time usually
-computes up to so many at once."""
+"""Lengths of segments that have more than 1,024 targets in total. A head that never holds all logits usually computes
+those of at most 1,024 targets at a time."""
 
 
 @check("W-04")

@@ -38,7 +38,7 @@ _SHARING: tuple[tuple[tuple[int, ...], bytes], ...] = (
     ((1,), _PROMPT + b" it is red"),
     ((0, 1), _PROMPT),
 )
-"""As above: two segments share an image and a prompt, one has a different image under equal tokens, one has none, and
+"""As above: two segments share an image and a prompt, one has equal tokens but a different image, one has no image, and
 one has another image after the shared one."""
 
 
@@ -50,7 +50,7 @@ one has another image after the shared one."""
 def segments_with_images(subject: WorkerSubject) -> None:
     """Where a worker supports images, segments with images have the logprobs and gradients that transformers computes
     from each of them alone, even if they are packed with segments that have other images or none, or share prefixes
-    with images."""
+    that contain images."""
     if not subject.reports_images:
         skip("images are not supported: it is not an ImageWorker")
     model = subject.seeing_model()
@@ -84,9 +84,9 @@ def _compare(subject: WorkerSubject, worker: TrainerWorker, batch: MicroBatch, s
 
 
 def _packed(segments: Sequence[tuple[tuple[int, ...], bytes]], model: Path) -> tuple[MicroBatch, MicroBatch]:
-    """Return the segments with the ids of their prefixes, and without them.
+    """Return a micro-batch of the segments with the ids of their prefixes, and one without.
 
-    With these ids, the image of a shared prefix is included only once, where the prefix first occurs.
+    In the first, the image of a shared prefix is included only once, where the prefix first occurs.
     """
     from PIL import Image  # needed for this check only
 

@@ -29,7 +29,7 @@ SETTINGS = LoraSettings(rank=3, alpha=12.0, targets=("q_proj", "v_proj", "o_proj
 """LoRA settings with a rank that cannot be divided evenly. Every model of the kit without experts has the target
 layers."""
 _OF_EXPERTS = ("down_proj",)
-"""Targets that are parts of the experts in a mixture of experts."""
+"""Targets that belong to the experts in a mixture of experts."""
 ADAPTER = Path("adapter") / "adapter_model.safetensors"
 _LENGTHS = (9, 14, 5)
 _BUCKET_BYTES = 4096
@@ -147,8 +147,8 @@ def a_lora_resumes(subject: WorkerSubject) -> None:
 @check("W-78", deadline_s=30)
 @look_at("merged weights that are kept from an earlier call; the scale; layers that the LoRA does not change")
 def merged_weights_are_current(subject: WorkerSubject) -> None:
-    """Where a worker can merge its LoRA, it provides on rank 0 the weights of the model plus the scaled product of B
-    and A for exactly those weights that the LoRA changes, as of the current step."""
+    """Where a worker can merge its LoRA, rank 0 provides exactly those weights that the LoRA changes, each as the
+    weight of the model plus the scaled product of B and A, as of the current step."""
     worker = _noticeable_worker(subject)
     if not isinstance(worker, MergingLoraSource):
         skip("merging the LoRA is not supported: it is not a MergingLoraSource")
@@ -167,7 +167,8 @@ def merged_weights_are_current(subject: WorkerSubject) -> None:
 
 
 def _gathered_from(source: WeightSource, worker: WeightSource) -> dict[str, torch.Tensor]:
-    """Return copies of the tensors that a source provides on rank 0, where the other ranks gather the worker's."""
+    """Return copies of the tensors that a source provides on rank 0, while the other ranks gather those of the
+    worker."""
     found: dict[str, torch.Tensor] = {}
     of = source if worker.rank == 0 else worker
     for bucket in of.gather_weights(plan_buckets(of.parameter_specs(), _BUCKET_BYTES)):
@@ -204,7 +205,8 @@ def _apart_from_merged(
     lora: Weights,
     spec: LoraSpec,
 ) -> tuple[float, float]:
-    """Return the largest difference from the model's weights plus the LoRA, and the largest change of the LoRA."""
+    """Return the largest difference from the model's weights plus the LoRA, and the largest change that the LoRA
+    makes."""
     apart = moved = 0.0
     for name in sorted(_changed(lora)):
         a, b = (lora[part].double() for part in lora_names(_layer(name)))
@@ -278,14 +280,14 @@ def _on_every_rank(subject: WorkerSubject, lora: Weights) -> dict[str, torch.Ten
 
 
 def _settings(subject: WorkerSubject) -> LoraSettings:
-    """Return the settings of the LoRA; for a mixture of experts, its targets are those of attention alone."""
+    """Return the settings of the LoRA; for a mixture of experts, its only targets are those in attention."""
     if not subject.target.experts:
         return SETTINGS
     return SETTINGS.model_copy(update={"targets": tuple(it for it in SETTINGS.targets if it not in _OF_EXPERTS)})
 
 
 def _matches(layer: str, targets: str | Sequence[str]) -> bool:
-    """Return whether PEFT would match a linear layer by ``target_modules``."""
+    """Return whether PEFT would select a linear layer with these ``target_modules``."""
     if targets == "all-linear":
         return layer.startswith("model.layers.")
     if isinstance(targets, str):

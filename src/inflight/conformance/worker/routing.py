@@ -88,7 +88,7 @@ def _batch() -> MicroBatch:
 
 
 def _with_experts(batch: MicroBatch) -> MicroBatch:
-    """Return a batch with random experts for three quarters of its tokens; equal prefixes have equal ones."""
+    """Return the batch with random experts for three quarters of its tokens; equal prefixes have equal experts."""
     random = torch.Generator().manual_seed(61)
     shares_TLE = torch.rand(batch.num_tokens, _LAYERS, _EXPERTS, generator=random)
     experts_TLK = shares_TLE.topk(_CHOSEN, dim=-1).indices.to(torch.int16)

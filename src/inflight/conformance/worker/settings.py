@@ -32,7 +32,7 @@ small."""
 
 _OWN = {"learning_rate": 1e-5, "weight_decay": 0.0}
 _MORE, _BOUND = 100.0, 10.0
-"""By how much the learning rate of a step with settings exceeds the worker's own, and the largest change of Adam's step
+"""The learning rate of a step with settings as a multiple of the worker's own, and the largest change in a step of Adam
 as a multiple of its learning rate."""
 
 
@@ -91,7 +91,8 @@ def _require_own_settings(subject: WorkerSubject) -> None:
 
 
 def _problem_of_size(subject: WorkerSubject, before: Weights, after: Weights, rate: float) -> str:
-    """Return an empty string if a change is as large as that of a step of Adam at this learning rate may be."""
+    """Return an empty string if a step of Adam at this learning rate can make a change of this size, or else what is
+    wrong."""
     num_elements = sum(tensor.numel() for tensor in before.values())
     size = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in before.values()) / num_elements)
     rounding = 2 * subject.tolerance.rounding * size

@@ -129,9 +129,9 @@ def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
     "torch.distributed.new_group that not every rank makes"
 )
 def a_silent_rank_is_named(subject: WorkerSubject) -> None:
-    """exchange() returns the messages of all ranks, of any lengths, on rank 0, and that of rank 0 on the others; if a
-    rank is silent, exchange() and every later call raise a TransferError that names the rank, within the timeout; torch
-    can still form groups."""
+    """exchange() returns the messages of all ranks on rank 0, and that of rank 0 on the others, whatever their lengths;
+    if a rank is silent, exchange() and every later call raise a TransferError that names the rank, within the timeout;
+    torch can still form groups."""
     last = subject.world_size - 1
     for is_first_call in (False, True):
         worker, _ = _create_sharded(subject)

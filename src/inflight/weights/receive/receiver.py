@@ -321,7 +321,7 @@ class UpdateReceiver:
         self._sink.leave()
 
     def _renew_lease(self, opened: _UpdateInProgress) -> None:
-        """Start the lease of an update again, unless the update is being applied: it then has no lease."""
+        """Restart the lease of an update. An update that is being applied has no lease and gets none."""
         opened.stop_lease()
         if opened.is_applying:
             return
