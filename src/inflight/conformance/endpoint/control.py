@@ -147,7 +147,7 @@ async def repeated_abort(subject: EndpointSubject) -> None:
 @check("E-43", "updates", deadline_s=45, look_at="the timer that aborts the update, and the calls that restart it")
 async def lease(subject: EndpointSubject) -> None:
     """When its lease expires, a pause ends on its own, with the old weights, even if all buckets have arrived; every
-    message of the update, including repeated ones, renews the lease."""
+    accepted call of the update, including repeated ones, renews the lease."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     for staged in (False, True) if subject.capabilities.staging else (False,):
         options = {"staged": staged, "lease_s": _LEASE_S, "bucket_bytes": other.size_bytes // 2}

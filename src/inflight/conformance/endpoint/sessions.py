@@ -87,8 +87,8 @@ async def _repeat_during_a_drain(subject: EndpointSubject) -> None:
 @check("E-48", "updates", deadline_s=50, look_at=_NAMES)
 async def late_calls(subject: EndpointSubject) -> None:
     """A call of a named session that was aborted or replaced, or whose lease has expired, is refused, even if the abort
-    overtook it or other sessions have ended since. Such a call neither disturbs an open update nor renews the lease of
-    that update."""
+    overtook it or other sessions have ended since; a repeated abort succeeds. Such a call neither disturbs an open
+    update nor renews the lease of that update."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     bucket_bytes = other.size_bytes // 2

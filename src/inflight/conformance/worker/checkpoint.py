@@ -146,9 +146,9 @@ def all_ranks_resume(subject: WorkerSubject) -> None:
     "that read the files; tensors that keep their values because the file has none for them"
 )
 def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
-    """load() of a broken checkpoint raises CheckpointError and loads nothing: if a file of tensors is truncated, lacks
-    a tensor, or has a tensor of another shape. If another file is truncated or empty, load() may instead load exactly
-    what was saved."""
+    """load() of a missing or broken checkpoint raises CheckpointError and loads nothing. A checkpoint is broken if a
+    file of tensors is truncated, lacks a tensor, or has a tensor of another shape. If another file is truncated or
+    empty, load() may instead load exactly what was saved."""
     worker, good = subject.create(), subject.fresh_path("good")
     _train(worker, subject, 0)
     worker.save(good)
