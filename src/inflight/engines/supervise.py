@@ -66,17 +66,18 @@ def _run(patience_s: float, command: Sequence[str], temporary: str | None, asked
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
-        child = subprocess.Popen(
+        # Kept: a Popen that is deleted reaps a command that has ended already, and its status would never be seen.
+        process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             process_group=0,
             preexec_fn=_die_with_parent,
             env={**os.environ, **_variables(temporary)},
-        ).pid
+        )
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", file=sys.stderr)
         return _NOT_FOUND
-    status, shared, look_at = None, set[str](), 0.0
+    child, status, shared, look_at = process.pid, None, set[str](), 0.0
     while status is None and not asked_to_end and not _input_ended():
         if time.monotonic() > look_at:
             shared |= _shared_by(_remaining_processes(child))
