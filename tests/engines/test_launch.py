@@ -22,7 +22,7 @@ import pytest
 
 from inflight.cli import main
 from inflight.contracts import EngineOptions
-from inflight.engines import launch
+from inflight.engines import launch, supervise
 from inflight.engines.launch import EngineProcess, start_engine, started
 from inflight.engines.serving import until_described
 from inflight.errors import ConfigError, DeadlineError, EndpointError
@@ -590,3 +590,23 @@ def test_a_run_whose_engine_starts_for_ever_names_the_log_of_the_engine(model_di
     assert "did not answer within 12 s" in run.output() or "silent was not healthy after 10.8 s" in run.output()
     assert "server-0-silent.engine.log" in run.output()
     assert "Traceback" not in run.output()
+
+
+def test_a_command_that_ends_before_its_supervisor_has_gone_on_is_noticed() -> None:
+    program = f"""
+import os, runpy, subprocess, sys
+
+class Slow(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nothing has reaped it
+
+subprocess.Popen = Slow
+sys.argv = ["supervise.py", "1", sys.executable, "-c", "raise SystemExit(3)"]
+runpy.run_path({supervise.__file__!r}, run_name="__main__")
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as process:
+        try:
+            assert process.wait(SOON_S) == 3
+        finally:
+            process.kill()
