@@ -558,7 +558,7 @@ def sends_without_a_group(sender: Any) -> None:
 
 
 def tolerates_slow_ranks(sender: Any) -> None:
-    """A timeout fails a send only if there is no other rank."""
+    """A send that times out fails only if the group has a single receiving rank; otherwise it returns."""
     send = sender.send
 
     def spoiled(bucket: WeightBucket, timeout_s: float) -> None:

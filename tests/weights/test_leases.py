@@ -1,4 +1,4 @@
-"""Every call of an update renews its lease, repeated ones included, until the update is being applied."""
+"""Accepted calls of an update renew its lease, including repeated ones, until the update is being applied."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BUCKET = BucketTransfer(
 
 
 class Applying(RecordingEndpoint):
-    """An engine that applies an update only when it is told to."""
+    """An engine that waits for `may_apply` before it applies an update."""
 
     def __init__(self, sink: StagedSink) -> None:
         super().__init__(sink)
