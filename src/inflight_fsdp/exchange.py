@@ -81,6 +81,10 @@ class RankExchange:
             self._send(message, rank, deadline)
         return messages
 
+    def close(self) -> None:
+        """End the group, if one was formed; a later exchange fails. Idempotent."""
+        self._group, self._lost = None, self._lost or "the worker was closed"
+
     def _form(self, deadline: float) -> None:
         """Wait for each rank, then form the group: torch's own error would not name the rank that is missing.
 

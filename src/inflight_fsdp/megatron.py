@@ -21,6 +21,7 @@ from inflight.model.checksums import check_checkpoint
 from inflight.types import AdamSettings, StepResult
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import RankLayout, parse_config
+from inflight_fsdp.groups import shared
 from inflight_fsdp.layout import Box, ShardedTensor
 from inflight_fsdp.megatron_config import MegatronConfig
 from inflight_fsdp.megatron_model import (
@@ -57,7 +58,8 @@ class MegatronWorker(ShardedWorker):
         known = ("lm_head.weight",) if is_tied else ()
         stored = on_every_rank(lambda: fitting_tensors(config.model_path, wanted, known=known), device)
         on_every_rank(lambda: check_checkpoint(config.model_path, only_weights=True), device)
-        groups = _Groups(config.rank_layout(dist.get_world_size()))
+        layout = config.rank_layout(dist.get_world_size())
+        groups = shared(("Megatron-Core", layout), partial(_Groups, layout))
         gpt = on_every_rank(lambda: build_stage(hf_config, config, groups.model), device)
         gpt.to_empty(device=device)
         if is_tied and gpt.pre_process and gpt.post_process:

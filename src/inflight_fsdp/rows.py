@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from inflight.losses.head import chunked_logprobs
 from inflight.model.attention import SegmentPlan, SharedTokens
 from inflight.model.head_exchange import HeadExchange
 from inflight.types import FREE_EXPERT, MicroBatch
 from inflight_fsdp.config import RankLayout
+from inflight_fsdp.groups import mesh_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +183,7 @@ def head_exchange(ranks: RankLayout, device: torch.device) -> HeadExchange | Non
     if ranks.context == 1:
         return None
     shape = (ranks.num_ranks // ranks.context // ranks.tensor, ranks.context, ranks.tensor)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("others", "context", "tensor"))
-    return HeadExchange(mesh.get_group("context"))
+    return HeadExchange(mesh_of(device, shape, ("others", "context", "tensor")).get_group("context"))
 
 
 def sum_over_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

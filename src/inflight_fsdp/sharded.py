@@ -45,6 +45,7 @@ from inflight_fsdp.checkpoint import TrainerState, load_checkpoint, save_checkpo
 from inflight_fsdp.config import WorkerConfig
 from inflight_fsdp.devices import device_of
 from inflight_fsdp.exchange import RankExchange, Readers
+from inflight_fsdp.groups import forget_groups
 from inflight_fsdp.layout import Layout, Sharding
 from inflight_fsdp.optimizer import ShardedAdamW, clip, global_norm, learning_rate_at
 from inflight_fsdp.parameters import ShardedParameters
@@ -338,8 +339,10 @@ class ShardedWorker(
         Call `finish_save` first to find out how the save ended.
         """
         self._saves.close()
+        self._between_ranks.close()
         if self._owns_group:
             self._owns_group = False
+            forget_groups()
             dist.destroy_process_group()
 
     def _saved_state(self) -> TrainerState:
@@ -399,5 +402,6 @@ def make_worker(kind: Callable[..., Worker], config: WorkerConfig) -> Worker:
         return kind(config, device, owns_group=owns_group)
     except BaseException:
         if owns_group:
+            forget_groups()
             dist.destroy_process_group()
         raise

@@ -8,6 +8,7 @@ stored tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from inflight.model.compiler import check_compiler
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.compiled import compile_layers
 from inflight_fsdp.config import parse_config
+from inflight_fsdp.groups import shared
 from inflight_fsdp.layout import ShardedTensor
 from inflight_fsdp.optimizer import ShardedAdamW
 from inflight_fsdp.parts import DTensorPart
@@ -142,7 +144,8 @@ def _tied_embedding_groups(config: TorchTitanConfig) -> dict[str, dist.ProcessGr
         return {}
     each, rank = num_ranks // num_stages, dist.get_rank()
     pairs = [[first, num_ranks - each + first] for first in range(each)]
-    groups = {tuple(pair): dist.new_group(pair) for pair in pairs}  # torch requires every rank to create every group
+    # torch requires every rank to create every group.
+    groups = {tuple(pair): shared(("tied embedding", *pair), partial(dist.new_group, pair)) for pair in pairs}
     mine = [group for pair, group in groups.items() if rank in pair]
     return {EMBEDDING: mine[0]} if mine else {}
 
@@ -158,18 +161,21 @@ def _parallel_dims(config: TorchTitanConfig, device: torch.device) -> ParallelDi
     set_spmd_backend("partial_dtensor")
     # Without an accelerator, TorchTitan would create its meshes for CUDA.
     parallel_dims.device_type = device.type
-    dims = ParallelDims(
-        dp_replicate=num_sharing // size,
-        dp_shard=size,
-        cp=1,
-        tp=config.tensor_parallel,
-        pp=config.pipeline_parallel,
-        ep=config.expert_parallel,
-        world_size=num_ranks,
-        spmd_backend="partial_dtensor",
-    )
-    dims.build_mesh()
-    return dims
+    sizes = {
+        "dp_replicate": num_sharing // size,
+        "dp_shard": size,
+        "cp": 1,
+        "tp": config.tensor_parallel,
+        "pp": config.pipeline_parallel,
+        "ep": config.expert_parallel,
+    }
+
+    def create() -> ParallelDims:
+        dims = ParallelDims(**sizes, world_size=num_ranks, spmd_backend="partial_dtensor")
+        dims.build_mesh()
+        return dims
+
+    return shared(("TorchTitan", device.type, *sizes.values()), create)
 
 
 def _parallelize(

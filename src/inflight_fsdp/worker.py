@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from inflight.model.checkpoints import stored_tensors
 from inflight_fsdp.agreement import on_every_rank
 from inflight_fsdp.config import WorkerConfig
+from inflight_fsdp.groups import mesh_of
 from inflight_fsdp.model import PolicyModel, empty_policy, layouts_of, load_weights, shard_policy
 from inflight_fsdp.optimizer import make_adamw
 from inflight_fsdp.parts import DTensorPart
@@ -26,9 +26,9 @@ class FsdpWorker(ShardedWorker):
         num_ranks = dist.get_world_size()
         size = config.shard_size or num_ranks
         if size == num_ranks:
-            mesh = init_device_mesh(device.type, (num_ranks,))
+            mesh = mesh_of(device, (num_ranks,))
         else:
-            mesh = init_device_mesh(device.type, (num_ranks // size, size), mesh_dim_names=("copy", "shard"))
+            mesh = mesh_of(device, (num_ranks // size, size), ("copy", "shard"))
         policy = on_every_rank(lambda: empty_policy(config, device), device)
         causal_lm = policy.causal_lm
         shard_policy(policy, mesh, config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -70,7 +71,9 @@ def run_layout(directory: Path, layout: Mapping[str, Any], model: Path, one_rank
     worker.backward(second)
     seen["gradient_norm"] = worker.step().gradient_norm
     worker.save(directory / "gradients")
+    worker.exchange(b"", 60.0)
     worker.close()
+    num_threads = [_num_threads()]
     worker = create({**plain, **ADAM, **layout["options"]})
     seen["norms"] = []
     for seed in (2, 3):
@@ -88,8 +91,15 @@ def run_layout(directory: Path, layout: Mapping[str, Any], model: Path, one_rank
     worker.save(directory / "resumed")
     tree = make_tree(5)
     seen["shared"], seen["shared gradient"], seen["separate gradient"] = shared_and_separate(worker, tree)
+    worker.exchange(b"", 60.0)
     worker.close()
+    seen["num_threads"] = [*num_threads, _num_threads()]
     return seen
+
+
+def _num_threads() -> int:
+    """Threads of this process; a process group of gloo has three."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def main(directory: Path, rank: int, world_size: int) -> None:

@@ -114,6 +114,8 @@ def differences(directory: Path, name: str) -> dict[str, Difference]:
     seen = [json.loads((ours / f"rank{rank}.json").read_text()) for rank in range(layout.ranks)]
     (alone,) = [json.loads((one / "rank0.json").read_text())]
     assert all(rank["norms"] == seen[0]["norms"] for rank in seen)
+    for first, second in (rank["num_threads"] for rank in seen):
+        assert second <= first, f"the second worker left {second - first} threads"
     gathered, saved = load_file(ours / "gathered.safetensors"), load_file(ours / "stepped" / "model.safetensors")
     assert gathered.keys() == saved.keys()
     assert all(torch.equal(gathered[key], value) for key, value in saved.items())
