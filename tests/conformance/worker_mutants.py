@@ -1741,6 +1741,19 @@ class RateSticks(FsdpWorker):
         return replace(super().step(kept), learning_rate=rate)
 
 
+class BetasStick(FsdpWorker):
+    """Later steps without settings use the last betas."""
+
+    _latest: AdamSettings | None = None
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        self._latest = settings or self._latest
+        if settings is not None or self._latest is None:
+            return super().step(settings)
+        own, rate = self._config, learning_rate_at(self._version, self._config)
+        return super().step(AdamSettings(rate, self._latest.betas, own.eps, own.weight_decay, own.max_gradient_norm))
+
+
 class KeepsMoments(FsdpWorker):
     def load(self, path: Path, *, optimizer: bool = True) -> None:
         super().load(path)
@@ -1832,6 +1845,7 @@ MUTANTS = {
     "rate_sticks": Mutant(
         RateSticks, "W-63", "later steps without settings use the learning rate of the last settings"
     ),
+    "betas_stick": Mutant(BetasStick, "W-63", "later steps without settings use the betas of the last settings"),
     "keeps_moments": Mutant(KeepsMoments, "W-64", "a load without the optimizer also loads the optimizer's state"),
     "keeps_the_version": Mutant(KeepsTheVersion, "W-64", "a load without the optimizer does not change the version"),
     "settings_ignored": Mutant(

@@ -8,8 +8,9 @@ involving caches, pages, labels or ids.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,15 @@ from inflight.wire import Completion, GenerateRequest, SamplingParams
 
 Asked = tuple[GenerateRequest, Completion]
 
+
+class Diagnosis(NamedTuple):
+    """What the experiments showed."""
+
+    words: str
+    is_right: bool = False
+    """Whether every experiment had the right logprobs."""
+
+
 _LENGTHS = (2, 5, 16, 17, 33, 65, 129, 257, 520, 1030, 2050, 4100, 3, 4, 8, 9, 24, 48, 100, 400)
 """Lengths of prompts, the most informative ones first."""
 _NUM_DECODED = 48
@@ -29,9 +39,8 @@ _ROUNDED = 3.0
 """Differences of at most this many times a dtype's rounding error are attributed to that dtype."""
 _RIGHT = (
     "prompts of {} to {} tokens that were never sent before have correct logprobs under the weights of the "
-    "checkpoint: the model itself is computed correctly, and the fault lies in {}"
+    "checkpoint: the model itself is computed correctly, and the fault lies in what was kept, labelled or loaded"
 )
-_KEPT = "what was kept, labelled or loaded"
 _FILTERS = ("temperature", "top_p", "top_k", "min_p")
 _EDGE = "an edge of chunks or of a kernel's blocks, not a page, cache, label or id"
 
@@ -47,12 +56,10 @@ def other_parameters(asked: Iterable[SamplingParams]) -> str:
     return ", ".join(words[:6]) + (" or others" if len(words) > 6 else "")
 
 
-async def diagnose(subject: EndpointSubject, others: str = "") -> str:
+async def diagnose(subject: EndpointSubject) -> Diagnosis:
     """Return what the experiments show about the endpoint, which must serve the checkpoint's weights.
 
-    ``others`` are temperatures and filters that the failed check requested. The experiments sample at temperature 1
-    without filters, so they do not show whether these are applied correctly.
-
+    The experiments sample at temperature 1 without filters, so they do not show whether these are applied correctly.
     No experiment begins after `_LIMIT_S` seconds; slow endpoints get more time.
     """
     longest, ends = subject.context_len - 1, time.monotonic() + _LIMIT_S * SLOWNESS.get()
@@ -63,10 +70,15 @@ async def diagnose(subject: EndpointSubject, others: str = "") -> str:
     gaps = {length: subject.gap(subject.reference.weights, *asked[length]) for length in sorted(asked)}
     wrong = [length for length, gap in gaps.items() if gap > subject.tolerance]
     if not wrong:
-        cause = _KEPT
-        if others:
-            cause += f", or in how sampling parameters are applied: the check also requested {others}"
-        return await _of_decoded(subject) or _RIGHT.format(min(gaps), max(gaps), cause)
+        words = await _of_decoded(subject)
+        return Diagnosis(words or _RIGHT.format(min(gaps), max(gaps)), is_right=not words)
+    return Diagnosis(await _of_prompts(subject, asked, gaps, wrong))
+
+
+async def _of_prompts(
+    subject: EndpointSubject, asked: Mapping[int, Asked], gaps: Mapping[int, float], wrong: Sequence[int]
+) -> str:
+    """Return which prompts are ``wrong``, by their lengths, and what they have in common."""
     largest = max(gaps.values())
     words = f"prompts that were never sent before are wrong too, by up to {largest:.3g} under the checkpoint's weights"
     if (dtype := _rounding(subject, [asked[length] for length in wrong], largest)) is not None:

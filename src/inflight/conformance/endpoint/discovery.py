@@ -9,7 +9,8 @@ from typing import Any
 from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.aftermath import require_right_logprobs, until_running
-from inflight.conformance.endpoint.subject import ENCODINGS, STORES, EndpointSubject
+from inflight.conformance.endpoint.needs import ENCODINGS, STORES
+from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import ReferenceWeights
 from inflight.contracts import StreamingEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError, UpdateRefusedError

@@ -12,7 +12,7 @@ from typing import Any
 
 from inflight.base.tasks import start
 from inflight.conformance.checks import CheckFailed, CheckSkipped, fail
-from inflight.conformance.endpoint.diagnosis import diagnose, other_parameters
+from inflight.conformance.endpoint.diagnosis import Diagnosis, diagnose, other_parameters
 from inflight.conformance.endpoint.failing import install_failing_engine
 from inflight.conformance.endpoint.opening import open_target
 from inflight.conformance.endpoint.pace import measure_pace
@@ -55,8 +55,8 @@ class JudgedEndpoint(Subject):
         self._unknown_weights = False
         self._is_suspect = is_suspect
         """Whether the previous check failed, so that the endpoint may be unable to generate."""
-        self._diagnoses: dict[bool, str] = {}
-        """What the experiments showed, by whether the failed check had requested other sampling parameters."""
+        self._diagnosis: Diagnosis | None = None
+        """What the experiments showed, once a check of logprobs has failed."""
         self._gone: Exception | None = None
         """Why the last attempt to restore the endpoint failed."""
         try:
@@ -121,19 +121,20 @@ class JudgedEndpoint(Subject):
     def _diagnosed(self) -> str:
         """Return what experiments show about wrong logprobs, as the end of a message.
 
-        The experiments run once for checks that request only the experiments' own sampling parameters, and once for
-        other checks; only the first message of each kind states their result in full.
+        The experiments run once, and only the first message states their result in full.
         """
-        others = other_parameters(self._subject.asked)
-        if self._diagnoses.get(bool(others)):
-            return ". Experiments: as after the first such failure"
-        if bool(others) not in self._diagnoses:
-            self._diagnoses[bool(others)] = ""
+        others, words = other_parameters(self._subject.asked), "as after the first such failure"
+        if self._diagnosis is None:
+            self._diagnosis = Diagnosis("")
             with contextlib.suppress(Exception):  # the endpoint is faulty
                 self.prepare()
-                self._diagnoses[bool(others)] = self._runner.run(diagnose(self._subject, others))
-        found = self._diagnoses[bool(others)]
-        return found and f". Experiments: {found}"
+                self._diagnosis = self._runner.run(diagnose(self._subject))
+            words = self._diagnosis.words
+        if not self._diagnosis.words:
+            return ""
+        if others and self._diagnosis.is_right:
+            words += f", or in how sampling parameters are applied: the check also requested {others}"
+        return f". Experiments: {words}"
 
     def close(self) -> None:
         """Release everything. A server that the kit did not start serves the weights of its checkpoint again."""

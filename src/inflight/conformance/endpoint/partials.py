@@ -226,14 +226,14 @@ async def _abort_while_recomputed(subject: EndpointSubject) -> None:
     running = await start_recomputed_later(subject, subject.capabilities.max_concurrent_sequences - 2)
     await subject.publisher.publish(subject.reference.weights, in_flight=InFlightPolicy.RECOMPUTE)
     ids = AbortRequests(request_ids=tuple(request.request_id for request, _ in running))
-    what = "requests that an update under recompute had just interrupted"
-    await within(_LIMIT_S, subject.aborting.abort_requests(ids), f"abort_requests of {what}")
+    when = "just after an update under recompute"
+    await within(_LIMIT_S, subject.aborting.abort_requests(ids), f"abort_requests {when}")
     for _, answer in running:
-        (completion,) = (await within(SLACK_S, answer, f"one of {what} and that were aborted")).completions
+        (completion,) = (await within(SLACK_S, answer, f"a request that was aborted {when}")).completions
         reason, num = completion.finish_reason, len(completion.token_ids)
-        require(reason == "abort", f"one of {what} and that were aborted ended with {reason!r} after {num} tokens")
+        require(reason == "abort", f"a request that was aborted {when} ended with {reason!r} after {num} tokens")
     await asyncio.sleep(GRACE_S)  # none of them may start again
-    await _until_at_most(subject, 2, f"{len(running)} {what} were aborted")
+    await _until_at_most(subject, 2, f"{len(running)} requests were aborted {when}")
 
 
 async def _abort_during_a_pause(subject: EndpointSubject) -> None:

@@ -100,13 +100,14 @@ async def late_calls(subject: EndpointSubject) -> None:
     overtaken = publisher.announcement(other, session_id="overtaken")
     await publisher.abort(overtaken)
     await subject.require_refused(endpoint.request_weight_update(overtaken), "a request that its abort has overtaken")
-    for call, what in _calls(subject, first)[:3]:
+    for call, what in _calls(subject, first):
         await subject.require_refused(call(), f"{what} of a session that was aborted")
     await require_old_weights(subject, "after the calls of a session that was aborted")
 
     second = await publisher.request(other, session_id="second", bucket_bytes=bucket_bytes)
     for index in range(len(second.buckets)):
-        for call, what in _calls(subject, first):
+        abort = (lambda: endpoint.abort_weight_update(first.ref), "abort_weight_update")
+        for call, what in (*_calls(subject, first), abort):
             await subject.require_refused(call(), f"{what} of an aborted session, while the next one is open,")
             await require_open(subject, second, f"after {what} of an aborted session")
         await publisher.send(second, other, index)
@@ -117,12 +118,12 @@ async def late_calls(subject: EndpointSubject) -> None:
     )
     await subject.require_serves(other, "after the second attempt")
     await publisher.publish(subject.reference.weights, session_id="third")
-    for call, what in _calls(subject, second)[:3]:
+    for call, what in _calls(subject, second):
         await subject.require_refused(call(), f"{what} of a session that another one has replaced")
     await require_old_weights(subject, "after the calls of a session that was replaced")
 
     expired = await _expire_during_late_calls(subject, first, other)
-    for call, what in _calls(subject, expired)[:3]:
+    for call, what in _calls(subject, expired):
         await subject.require_refused(call(), f"{what} of a session whose lease has expired")
     require_serving(await publisher.abort(expired), publisher.version, "an abort of a session whose lease has expired")
     await require_old_weights(subject, "after the calls of a session whose lease has expired")
@@ -156,7 +157,7 @@ async def _expire_during_late_calls(
             f"an update with a lease of {_LEASE_S:g} s is still {found.state} {open_s:.2g} s after its only call, "
             f"while {num_calls} calls of a session that had ended were made",
         )
-        for call, _ in _calls(subject, ended)[:3]:
+        for call, _ in _calls(subject, ended):
             with contextlib.suppress(UpdateRefusedError):
                 await within(SLACK_S, call(), "a call of a session that had ended")
             num_calls += 1
@@ -166,13 +167,12 @@ async def _expire_during_late_calls(
 
 
 def _calls(subject: EndpointSubject, update: WeightUpdate) -> list[tuple[Callable[[], Awaitable[object]], str]]:
-    """Return the calls of a session, with the abort last."""
+    """Return the calls of a session, except its abort."""
     endpoint, last = subject.endpoint, len(update.buckets) - 1
     return [
         (lambda: endpoint.request_weight_update(update), "request_weight_update"),
         (lambda: endpoint.receive_weights(subject.publisher.transfer(update, last)), "receive_weights"),
         (lambda: endpoint.commit_weight_update(update.ref), "commit_weight_update"),
-        (lambda: endpoint.abort_weight_update(update.ref), "abort_weight_update"),
     ]
 
 

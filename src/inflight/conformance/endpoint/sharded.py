@@ -17,8 +17,9 @@ from inflight.conformance.endpoint.connections import answer_to
 from inflight.conformance.endpoint.cutting import cut_tensors, halve_tensors
 from inflight.conformance.endpoint.http import require_error_body
 from inflight.conformance.endpoint.loras import SPEC, make_lora, merge_lora
+from inflight.conformance.endpoint.needs import STORES
 from inflight.conformance.endpoint.publishing import SteppedPublisher, specs_of
-from inflight.conformance.endpoint.subject import STORES, EndpointSubject
+from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLACK_S
 from inflight.conformance.reference import ReferenceWeights
 from inflight.errors import TransferError

@@ -10,14 +10,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import torch
 
 from inflight.base.tasks import cancel_and_wait, start
-from inflight.base.transport_registry import find_transport
 from inflight.conformance.checks import fail, require, skip
 from inflight.conformance.endpoint.failing import FailingEngine
+from inflight.conformance.endpoint.needs import offers_of
 from inflight.conformance.endpoint.opening import OpenedEndpoint, open_target
 from inflight.conformance.endpoint.pace import Pace
 from inflight.conformance.endpoint.publishing import SteppedPublisher
@@ -32,7 +31,6 @@ from inflight.wire import (
     ChatCompletionRequest,
     ChatMessage,
     Completion,
-    Encoding,
     EndpointState,
     GenerateRequest,
     GenerateResponse,
@@ -45,8 +43,6 @@ T = TypeVar("T")
 Running = list[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]
 """Sent requests, each with the task that waits for its answer."""
 
-ENCODINGS: tuple[Encoding, ...] = ("bfloat16", "float8", "delta")
-STORES: tuple[TransportName, ...] = ("shm", "file", "http", "ipc")
 TOLERANCES = {"float64": 5e-4, "float32": 5e-4, "float16": 0.05, "bfloat16": 0.25}
 """Largest difference between logprobs that count as equal, by the engine's dtype; the reference uses float32. Logits of
 about 10 have a resolution of 1e-6, 0.01 and 0.06 in the last three dtypes, and are rounded in two layers."""
@@ -74,7 +70,8 @@ class EndpointSubject:
         self.directory = directory
         """Directory for files; it lasts as long as the kit."""
         self.evidence: dict[str, Any] = {}
-        self.asked: list[SamplingParams] = []  # parameters of what `request` returned in this check
+        self.asked: list[SamplingParams] = []
+        """Parameters of the requests that `request` returned in this check."""
         self._start_deadline_s = start_deadline_s
         self._num_requests = 0
         self._per_check = contextlib.AsyncExitStack()
@@ -86,47 +83,8 @@ class EndpointSubject:
 
     def missing(self, *needs: str) -> str | None:
         """Return why a check with these needs cannot be run; None if it can."""
-        capabilities, opened = self.capabilities, self.opened
-        model = (self.known_reference is not None, "the served checkpoint is not known; give it with --model")
-        host = urlsplit(opened.url or "").hostname
-        is_near = host in (None, "localhost", "127.0.0.1", "::1")
-        offers = {
-            "model": model,
-            "updates": model,
-            "streaming": (capabilities.streaming, "streaming is not supported"),
-            "chat": (capabilities.chat, "chat is not supported"),
-            "seeds": (capabilities.seeds, "seeds are not supported"),
-            "drafts": (capabilities.drafts, "drafts are not supported"),
-            "draft_counts": (capabilities.draft_counts, "draft_counts are not supported"),
-            "scoring": (capabilities.scoring, "scoring is not supported"),
-            "spans": (capabilities.version_binding == "spans", f"version binding is {capabilities.version_binding}"),
-            "fresh": (opened.is_ours, "the kit cannot start another server of a URL; see --serve"),
-            "url": (opened.url is not None, "not a server that speaks HTTP"),
-            "process": (opened.process is not None, "not a server that the kit started; see --serve"),
-            "failing": (
-                self.can_fail is not None,
-                "it receives weights in another process or without UpdateReceiver: the kit cannot make an update fail",
-            ),
-            "staging": (capabilities.staging, "staging is not supported"),
-            "partial_rollouts": (capabilities.partial_rollouts, "partial rollouts are not supported"),
-            "partial_updates": (capabilities.partial_updates, "partial updates are not supported"),
-            "sharded": (capabilities.sharded, "parts of several senders are not supported"),
-            "lora": (capabilities.lora, "LoRAs are not supported"),
-            "releases_memory": (capabilities.releases_memory, "releases_memory is not supported"),
-        }
-        for encoding in ENCODINGS:
-            offers[encoding] = (encoding in capabilities.encodings, f"encoding {encoding} is not supported")
-        for policy in InFlightPolicy:
-            offers[policy.value] = (
-                policy in capabilities.in_flight_policies,
-                f"in-flight policy {policy} is not supported",
-            )
-        for store in STORES:
-            offers[store] = (is_near, f"the endpoint at {host} may not see files that the kit stores on this host")
-            if find_transport(store).needs_gpu and not torch.cuda.is_available():
-                offers[store] = (False, f"{store} shares a GPU's memory, and torch sees no GPU in the kit's process")
-            if store not in capabilities.transports:
-                offers[store] = (False, f"transport {store} is not supported")
+        knows_model, can_fail = self.known_reference is not None, self.can_fail is not None
+        offers = offers_of(self.capabilities, self.opened, knows_model=knows_model, can_fail=can_fail)
         return next((reason for is_met, reason in map(offers.__getitem__, needs) if not is_met), None)
 
     @property
@@ -205,9 +163,15 @@ class EndpointSubject:
         `publisher`."""
         directory = self.directory / "updates" if transport == "file" else None
         other = SteppedPublisher(
-            *(self.endpoint, self.capabilities, self.publisher.version),
-            run_id=run_id, incarnation=incarnation, transport=transport, directory=directory, num_senders=num_senders,
-        )  # fmt: skip
+            self.endpoint,
+            self.capabilities,
+            self.publisher.version,
+            run_id=run_id,
+            incarnation=incarnation,
+            transport=transport,
+            directory=directory,
+            num_senders=num_senders,
+        )
         self.publisher.touched = True
         self._per_check.callback(other.lose_group)
         return other
@@ -332,11 +296,11 @@ class EndpointSubject:
 
     async def _are_running(self, tasks: Sequence[asyncio.Task[GenerateResponse]], deadline: float) -> bool:
         """Return True once all requests are being decoded, or False if one has already ended."""
-        while (await self.endpoint.weight_version()).num_running < (num := len(tasks)):
+        while (await self.endpoint.weight_version()).num_running < len(tasks):
             if ended := [task for task in tasks if task.done()]:
                 ended[0].result()
                 return False
-            require(time.monotonic() < deadline, f"{num} requests were not being decoded in time (num_running)")
+            require(time.monotonic() < deadline, f"{len(tasks)} requests were not being decoded in time (num_running)")
             await asyncio.sleep(0.002)
         return True
 

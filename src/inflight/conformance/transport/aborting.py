@@ -61,7 +61,9 @@ def another_group_ends_a_pending_receive(t: TransportSubject) -> None:
         bucket = bucket_of(torch.zeros(10))
         t.begin([receiver], bucket)
         (receive,) = t.start_receives([receiver], bucket, _LONG_S)
-        require(not receive.has_ended(0.03), "a receive ended although nothing was sent and its group was open")
+        require(
+            not receive.has_ended(0.03), "a receive ended although nothing had been sent and its group was still open"
+        )
         started = time.monotonic()
         t.members([1])
         error = failure_of(receive, SLACK_S)
@@ -72,7 +74,7 @@ def another_group_ends_a_pending_receive(t: TransportSubject) -> None:
     while (num_left := _num_open() - num_before) >= _NUM_GROUPS // 2 and time.monotonic() - started < SLACK_S:
         time.sleep(0.02)
     t.note(timeout_s=_LONG_S, slowest_seconds=max(seconds), message=str(error), descriptors=num_left)
-    words = f"after {_NUM_GROUPS} groups that ended so, {num_left} more descriptors are open than before"
+    words = f"{num_left} more descriptors are open than before {_NUM_GROUPS} groups were replaced during a receive"
     require(num_left < _NUM_GROUPS // 2, words)
 
 

@@ -16,7 +16,6 @@ from inflight.conformance.worker.batches import accumulate, make_batch, prefix_i
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import ImageWorker, PrefixSharingWorker, TrainerWorker
-from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.images import image_url_of, load_image_processor
 from inflight.types import MicroBatch
 
@@ -54,10 +53,7 @@ def segments_with_images(subject: WorkerSubject) -> None:
     if not subject.reports_images:
         skip("images are not supported: it is not an ImageWorker")
     model = subject.seeing_model()
-    try:
-        worker = subject.create(model=model)
-    except (UnsupportedError, ConfigError) as error:
-        skip(f"it accepts no model with images: {error}")
+    worker = subject.create_or_skip(model, "model with images")
     if not (isinstance(worker, ImageWorker) and worker.takes_images):
         skip("images are not supported")
     _, batch = _packed(_SEGMENTS, model)

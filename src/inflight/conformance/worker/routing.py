@@ -14,7 +14,7 @@ from inflight.conformance.worker.batches import accumulate, make_batch, segments
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import PrefixSharingWorker, ReplayingWorker, TrainerWorker
-from inflight.errors import ConfigError, UnsupportedError
+from inflight.errors import UnsupportedError
 from inflight.types import FREE_EXPERT, MicroBatch
 
 LEVEL = "packing"
@@ -33,10 +33,7 @@ def replayed_experts(subject: WorkerSubject) -> None:
     place of those that its routers choose, tokens without a record are routed freely, and segments may share
     prefixes."""
     model = subject.mixture()
-    try:
-        worker = subject.create(model=model)
-    except (UnsupportedError, ConfigError) as error:
-        skip(f"it accepts no mixture of experts: {error}")
+    worker = subject.create_or_skip(model, "mixture of experts")
     if not (isinstance(worker, ReplayingWorker) and worker.replays_routing):
         skip("replays_routing is not supported")
     _compare(subject, worker, _batch(), "with recorded experts")

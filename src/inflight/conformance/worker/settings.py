@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -30,10 +29,10 @@ _SETTINGS = (
 small."""
 
 
-_OWN = {"learning_rate": 1e-5, "weight_decay": 0.0}
-_MORE, _BOUND = 100.0, 10.0
-"""The learning rate of a step with settings as a multiple of the worker's own, and the largest change in a step of Adam
-as a multiple of its learning rate."""
+_OWN = {"learning_rate": 1e-2, "weight_decay": 1.0}
+"""The worker's own settings, except those that the kit was started with."""
+_MORE = 100.0
+"""The learning rate of a step with settings, as a multiple of the worker's own."""
 
 
 @check("W-63", deadline_s=50)
@@ -64,45 +63,52 @@ def steps_take_settings(subject: WorkerSubject) -> None:
 
 
 def _require_own_settings(subject: WorkerSubject) -> None:
-    """Fail unless a step without settings, after one with settings, has the size that the worker's own settings give.
-    All ranks call this."""
+    """Fail unless a step without settings, after one with settings, is that of a worker that received none.
+
+    The gradients of the step before are zero, so that only its decay has an effect, and the decay is equal. All ranks
+    call this.
+    """
     options = subject.target.options
-    own: dict[str, Any] = {name: value for name, value in _OWN.items() if name not in options}
+    own = {**_OWN, **options}
+    if is_scheduled := bool(options.keys() & {"warmup_steps", "schedule"}):
+        own["weight_decay"] = 0.0
     try:
-        worker = subject.create(**own)
+        workers = [subject.create(**own) for _ in range(2)]
     except (ConfigError, UnsupportedError) as error:
         subject.note(refused=words_of(error))
         return
-    rate = float({**_OWN, **options}["learning_rate"])
-    # This decay halves the weights in a step at this rate, and this epsilon makes the rest of Adam's steps vanish.
-    others = AdamSettings(_MORE * rate, (0.9, 0.95), eps=1e3, weight_decay=0.5 / (_MORE * rate), max_gradient_norm=1.0)
-    _step(subject, worker, _batches(subject, 0), others)
-    before = gathered(worker)
-    accumulate(worker, [_batches(subject, 0)[subject.data_rank]])
-    reported = worker.step().learning_rate
-    after = gathered(worker)
-    if options.keys() & {"warmup_steps", "schedule"}:
-        rate = reported
-    is_own, words = math.isclose(reported, rate, rel_tol=1e-6), f"reports the learning rate {reported}, not {rate}"
-    subject.require_on_all_ranks(is_own, f"a step without settings, after one with settings, {words}")
-    problem = _problem_of_size(subject, before, after, rate) if subject.rank == 0 else ""
-    words = f"after one with a weight decay of {others.weight_decay:g} and an epsilon of {others.eps:g}"
-    subject.require_on_all_ranks(not problem, f"a step without settings, {words}, {problem}")
+    rate, decay = _MORE * float(own["learning_rate"]), float(own["weight_decay"]) / _MORE
+    others = AdamSettings(rate, (0.5, 0.6), eps=1e3, weight_decay=decay, max_gradient_norm=1.0)
+    batches = [_batches(subject, 0)[subject.data_rank]]
+    rates, weights = [], []
+    for worker, settings in zip(workers, (others, None), strict=True):
+        accumulate(worker, batches, scale=0.0)
+        worker.step(settings)
+        weights.append(gathered(worker))
+        accumulate(worker, batches)
+        rates.append(worker.step().learning_rate)
+        weights.append(gathered(worker))
+    after = "a step without settings, after one with other settings,"
+    is_own = math.isclose(rates[0], rates[1], rel_tol=1e-6) and (is_scheduled or math.isclose(rates[0], rate / _MORE))
+    words = f"reports the learning rate {rates[0]}; without the other settings it reports {rates[1]}"
+    subject.require_on_all_ranks(is_own, f"{after} {words}")
+    problem = _difference(subject, *weights) if subject.rank == 0 else ""
+    subject.require_on_all_ranks(not problem, f"{after} {problem}")
 
 
-def _problem_of_size(subject: WorkerSubject, before: Weights, after: Weights, rate: float) -> str:
-    """Return an empty string if a step of Adam at this learning rate can make a change of this size, or else what is
-    wrong."""
-    num_elements = sum(tensor.numel() for tensor in before.values())
-    size = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in before.values()) / num_elements)
-    rounding = 2 * subject.tolerance.rounding * size
-    moved = distance(before, after) / math.sqrt(num_elements)
-    smallest, largest = 0.01 * rate - rounding, _BOUND * rate + rounding
-    subject.note(change_without_settings=moved, smallest_allowed=smallest, largest_allowed=largest)
-    if smallest <= moved <= largest:
-        return ""
-    words = f"changes weights by {moved:.2e} (root mean square), which is not from {smallest:.2e} to {largest:.2e}"
-    return f"{words}, as its learning rate of {rate:g} implies"
+def _difference(subject: WorkerSubject, start: Weights, found: Weights, own_start: Weights, own: Weights) -> str:
+    """Return how the first step differs from the second; an empty string if it does not."""
+    before, moved, apart = distance(start, own_start), distance(own_start, own), distance(found, own)
+    size = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in own_start.values()))
+    allowed = subject.tolerance.change * moved + 2 * subject.tolerance.rounding * size
+    subject.note(apart_before=before, moved_without_settings=moved, apart_without_settings=apart, allowed_apart=allowed)
+    if before > allowed:
+        return f"cannot be compared: the step before already moved weights by {before:.2e} although gradients were zero"
+    if apart > allowed:
+        return (
+            f"moves the weights by {moved:.2e} and misses those of a worker without the other settings by {apart:.2e}"
+        )
+    return ""
 
 
 @check("W-64", deadline_s=40)

@@ -31,6 +31,7 @@ from inflight.conformance.worker.thread import CheckThread
 from inflight.conformance.worker.tolerances import Tolerance, tolerance_of
 from inflight.contracts import ImageWorker, TrainerWorker
 from inflight.contracts.trainer import DataRanks, data_ranks_of
+from inflight.errors import ConfigError, UnsupportedError
 
 VOCAB_SIZE = 259
 """The size is odd, so that ranks cannot have equal numbers of rows."""
@@ -149,6 +150,13 @@ class WorkerSubject:
         path = model if model is not None else self.model(tied=tied)
         options = self.target.options if self.world_size == 1 else self.target.options | self.target.options_of_ranks
         return load_worker_kind(self.target.factory).create({"model_path": str(path), **options, **more})
+
+    def create_or_skip(self, model: Path, what: str) -> TrainerWorker:
+        """Return a new worker for ``model``; skip the check if the worker accepts no such ``what``."""
+        try:
+            return self.create(model=model)
+        except (UnsupportedError, ConfigError) as error:
+            skip(f"it accepts no {what}: {error}")
 
     def model(self, *, tied: bool = False) -> Path:
         """Return the kit's tiny float32 checkpoint, which is created once."""
