@@ -6,11 +6,14 @@ import asyncio
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from inflight.conformance.checks import CheckFailed
 from inflight.conformance.endpoint import pace as pace_module
+from inflight.conformance.endpoint.kinds import supported_kinds
+from inflight.conformance.endpoint.needs import ENCODINGS
 from inflight.conformance.endpoint.pace import Pace, measure_pace
 from inflight.conformance.endpoint.waiting import SLOWNESS, until, within
 from inflight.errors import EndpointError
@@ -41,6 +44,26 @@ def test_a_slow_endpoint_samples_a_part_of_its_context() -> None:
     assert pace.prompt_len(0.6) == 400 and pace.prompt_len(0.0) == 256
     assert pace.shortened(300) == 200 and pace.shortened(90) == 64 and pace.shortened(10) == 10
     assert Pace(token_s=0.01).shortened(300) == Pace().shortened(300) == 300
+
+
+def test_a_slow_endpoint_is_asked_less_often() -> None:
+    slow = Pace(update_bytes=512 << 20)
+    assert [slow.fewer(num) for num in (1, 2, 3, 4, 32)] == [1, 2, 2, 2, 16]
+    assert Pace().fewer(32) == 32
+
+
+def test_turns_of_a_slow_endpoint_cover_every_kind_of_update() -> None:
+    notes: dict[str, object] = {}
+    can = SimpleNamespace(staging=True, partial_updates=True, encodings=ENCODINGS, lora=True, sharded=True)
+    kinds = [
+        supported_kinds(cast(Any, SimpleNamespace(capabilities=can, pace=pace, note=notes.update)), turn)
+        for pace, turn in ((Pace(), 0), *((Pace(update_bytes=512 << 20), turn) for turn in range(3)))
+    ]
+    assert sorted(map(repr, kinds[0])) == sorted(map(repr, (kind for turn in kinds[1:] for kind in turn)))
+    assert len(notes) == 3 and all(len(turn) <= 5 for turn in kinds[1:])
+    can = SimpleNamespace(staging=False, partial_updates=False, encodings=(), lora=False, sharded=False)
+    subject = cast(Any, SimpleNamespace(capabilities=can, pace=Pace(update_bytes=512 << 20), note=notes.update))
+    assert all(len(supported_kinds(subject, turn)) == 1 for turn in range(3))
 
 
 @pytest.mark.anyio

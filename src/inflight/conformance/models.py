@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import string
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,4 +81,18 @@ def make_tiny_model(
     model.save_pretrained(path)
     if tokenizer:
         byte_tokenizer().save_pretrained(path)
+    return path
+
+
+def make_model_of_pairs(path: Path) -> Path:
+    """Write a tiny checkpoint like `make_tiny_model`, most of whose tokens are two letters; return ``path``."""
+    from tokenizers import Tokenizer
+
+    pairs = list(product(string.ascii_lowercase, repeat=2))
+    make_tiny_model(path, vocab_size=VOCAB_SIZE + len(pairs))
+    file = path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"] |= {first + second: VOCAB_SIZE + i for i, (first, second) in enumerate(pairs)}
+    content["model"]["merges"] = [list(pair) for pair in pairs]
+    Tokenizer.from_str(json.dumps(content)).save(str(file))
     return path

@@ -64,7 +64,7 @@ async def prefix(subject: EndpointSubject) -> None:
     cached under them."""
     prompt, chain = subject.prompt(min(_PREFIX_LENGTH, subject.context_len // 2)), UpdateChain(subject)
     policies = subject.capabilities.in_flight_policies
-    kinds = supported_kinds(subject)
+    kinds = supported_kinds(subject, turn=2)
     for i in range(max(len(kinds), len(policies) + 1)):
         kind, policy = kinds[i % len(kinds)], policies[i % len(policies)]
         before = chain.served
@@ -329,8 +329,9 @@ async def _publish_while_sampling(
             answers.append(SentAnswer(version, *await subject.ask(prompt, endpoint=clients[i], max_tokens=max_tokens)))
 
     running = [subject.begin(sample_on(i)) for i in range(num_running)]
-    kinds = supported_kinds(subject)
-    for i, kind in enumerate(kinds if policy is InFlightPolicy.RECOMPUTE else kinds[::2]):
+    is_recompute = policy is InFlightPolicy.RECOMPUTE
+    kinds = supported_kinds(subject, turn=0 if is_recompute else 1)
+    for i, kind in enumerate(kinds if is_recompute else kinds[::2]):
         await within(_ENDS_S, _until_sampling(clients[:2], running), "a request to be decoded")
         before = chain.served
         after = await chain.publish(kind, policy)

@@ -81,13 +81,14 @@ def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.dim() < 2:
         return tensor
-    rows = tensor.double().reshape(-1, tensor.shape[-1])
+    # float32 is exact here, because scales are powers of two.
+    rows = tensor.float().reshape(-1, tensor.shape[-1])
     blocks = torch.nn.functional.pad(rows, (0, -rows.shape[1] % _FLOAT8_BLOCK)).reshape(len(rows), -1, _FLOAT8_BLOCK)
-    largest = blocks.abs().amax(dim=-1, keepdim=True)
+    largest = blocks.abs().amax(dim=-1, keepdim=True).double()
     mantissa, exponent = torch.frexp(largest / _FLOAT8_LARGEST)
     exponent = (exponent - (mantissa == 0.5).int()).clamp(min=_FLOAT8_MIN_EXPONENT)
-    scale = torch.where(largest > 0, torch.exp2(exponent.double()), 1.0)
-    decoded: torch.Tensor = (blocks / scale).float().to(torch.float8_e4m3fn).double() * scale
+    scale = torch.where(largest > 0, torch.exp2(exponent.double()), 1.0).float()
+    decoded: torch.Tensor = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
     return decoded.flatten(1)[:, : rows.shape[1]].reshape(tensor.shape).to(tensor.dtype)
 
 

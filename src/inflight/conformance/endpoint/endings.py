@@ -12,7 +12,8 @@ from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import require_right_logprobs
 from inflight.conformance.endpoint.repeats import least_common, require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.reference import distribution
+from inflight.conformance.models import make_model_of_pairs
+from inflight.conformance.reference import ReferenceCheckpoint, distribution
 from inflight.errors import InvalidRequestError
 from inflight.wire import Completion, SamplingParams
 
@@ -79,15 +80,18 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
     require_repeated(subject, pairs, f"{len(free)} completions with and without stop tokens")
 
 
-@check("E-20", "model", deadline_s=60)
+@check("E-20", "model", deadline_s=90)
 @look_at("whether tokens are cut with the text, and whether the text is searched after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
-    """A completion ends at the token that completes any of its stop strings, even if the string is a single character
-    that several tokens spell. That token is listed with its logprob, and the finish reason is stop. A stop string that
-    lies or begins in the prompt, or in an earlier part of the completion, does not end the completion."""
+    """A completion ends at the token that completes any of its stop strings, even if the string ends within that token
+    or is a single character that several tokens spell. That token is listed with its logprob, and the finish reason is
+    stop. A stop string that lies or begins in the prompt, or in an earlier part of the completion, does not end the
+    completion."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
+    if max(len(tokenizer.decode([token])) for token in range(0, subject.capabilities.vocab_size, 7)) == 1:
+        await _require_stopped_within_a_token(subject)
     num_stopped = num_cases = 0
     for seed in range(_MOST_SEEDS):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
@@ -116,6 +120,27 @@ async def stop_strings(subject: EndpointSubject) -> None:
     await _require_stopped_by_a_character(subject, tokenizer)
     await _require_each_stopped_by_text(subject, tokenizer)
     await _require_prompt_ignored(subject, tokenizer)
+
+
+async def _require_stopped_within_a_token(subject: EndpointSubject) -> None:
+    """Require that a completion ends at a token that has further characters after the stop string.
+
+    The checkpoint has no such tokens, so another endpoint serves a model that has.
+    """
+    if (reason := subject.missing("fresh")) is not None:
+        subject.note(within_a_token=f"not checked: {reason}")
+        return
+    reference = ReferenceCheckpoint(make_model_of_pairs(subject.directory / "pairs"))
+    tokenizer, endpoint = reference.tokenizer, (await subject.fresh(reference.path)).endpoint
+    num_stopped = 0
+    for seed in range(_NUM_CASES):
+        prompt, asked = subject.prompt(seed=seed), {"max_tokens": 48, **subject.repeatable(seed)}
+        free = await subject.generate(prompt, endpoint=endpoint, **asked)
+        if (stop := plain_text(tokenizer, free.token_ids, 2, is_cut=True)) is not None:
+            found = await subject.generate(prompt, endpoint=endpoint, stop=(stop,), **asked)
+            what = f"stop string {stop!r}, which ends within a token"
+            num_stopped += _require_ended(found, _completing(tokenizer, stop, found), 48, what)
+    subject.note(within_a_token=num_stopped)
 
 
 async def _require_stopped_at_once(subject: EndpointSubject, tokenizer: Any) -> None:

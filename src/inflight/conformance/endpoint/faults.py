@@ -120,7 +120,7 @@ async def _abort_each_kind(subject: EndpointSubject) -> None:
     served, norm, can = reference.weights, reference.final_norm, subject.capabilities
     frozen = tuple(name for name in served.tensors if name != norm)
     policy = can.in_flight_policies[0]
-    for i, kind in enumerate(kind for kind in supported_kinds(subject) if kind.encoding != "delta"):  # see U-18
+    for i, kind in enumerate(kind for kind in supported_kinds(subject, turn=2) if kind.encoding != "delta"):  # see U-18
         sent = await chain.send(kind, policy)
         await sent.publisher.abort(sent.update)
         sent.publisher.lose_group()

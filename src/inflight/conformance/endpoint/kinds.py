@@ -58,10 +58,14 @@ _KINDS = (
 """Ordered so that LoRAs are followed by partial and full updates, staged and unstaged, which must remove them."""
 
 
-def supported_kinds(subject: EndpointSubject) -> list[UpdateKind]:
-    """Return the kinds of update that the endpoint supports, in an order in which they can follow one another."""
+def supported_kinds(subject: EndpointSubject, turn: int = 0) -> list[UpdateKind]:
+    """Return the kinds of update that the endpoint supports, in an order in which they can follow one another.
+
+    For a slow endpoint, only every third kind is returned, and evidence names them. Checks use different turns, so that
+    together they use all kinds.
+    """
     can = subject.capabilities
-    return [
+    kinds = [
         kind
         for kind in _KINDS
         if (not kind.staged or can.staging)
@@ -70,6 +74,10 @@ def supported_kinds(subject: EndpointSubject) -> list[UpdateKind]:
         and (kind.lora is None or can.lora)
         and (kind.num_senders == 1 or can.sharded)
     ]
+    if subject.pace.is_slow:
+        kinds = kinds[turn % min(3, len(kinds)) :: 3]
+        subject.note(**{f"kinds of update (turn {turn}), because the endpoint is slow": [kind.name for kind in kinds]})
+    return kinds
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ _USUAL_TOKEN_S, _USUAL_PROMPT_TOKEN_S = 0.02, 0.004
 """Seconds per sampled token and per prompt token up to which the time limits in checks are not extended."""
 _USUAL_UPDATE_BYTES = 64 << 20
 """Size of updates up to which the time limits in checks are not extended."""
+_SLOW = 2.0
+"""The slowness above which checks repeat themselves less often and try fewer variants."""
 _LONG_S, _PROMPT_S = 12.0, 5.0
 """How long a check may sample for one request, and how long one prompt may take, not counting attention."""
 _SHORTEST = 256
@@ -55,6 +57,16 @@ class Pace:
         """Return the length of a prompt that takes about ``seconds``, at least 256, or a huge number if the pace is
         unknown."""
         return max(_SHORTEST, int(seconds / self.prompt_token_s)) if self.prompt_token_s else sys.maxsize
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether checks try fewer variants than on a usual endpoint."""
+        return self.slowness > _SLOW
+
+    def fewer(self, num: int) -> int:
+        """Return how often a check repeats what it does ``num`` times on a usual endpoint: half, but at least twice, on
+        a slow one."""
+        return max(num // 2, min(num, 2)) if self.is_slow else num
 
     def allows_prompt(self, num_tokens: int) -> bool:
         """Return whether a prompt of this length is computed in time. Attention makes long prompts even slower."""

@@ -37,7 +37,9 @@ async def everything_recomputed(subject: EndpointSubject) -> None:
     other = reference.perturbed("B")
     largest, num_tokens = 0.0, 0
     recompute = InFlightPolicy.RECOMPUTE
-    answers = await answers_across_an_update(subject, other, recompute, num=_MANY, num_tokens=_NUM_TOKENS)
+    answers = await answers_across_an_update(
+        subject, other, recompute, num=subject.pace.fewer(_MANY), num_tokens=_NUM_TOKENS
+    )
     for i, (request, completion) in enumerate(answers):
         num, gap = _after_the_update(subject, request, completion, publisher.version, other)
         require(
@@ -55,7 +57,7 @@ async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[
     await asyncio.gather(*(subject.endpoint.generate(request) for request in _long_requests(subject, 0)))
     usual_s = time.monotonic() - started
     largest, num_after = 0.0, []
-    for turn, share in enumerate(_SHARES):
+    for turn, share in enumerate(_SHARES[:: 2 if subject.pace.is_slow else 1]):
         weights = turns[turn % 2]
         requests = _long_requests(subject, turn + 1)
         tasks = [subject.begin(subject.endpoint.generate(request)) for request in requests]

@@ -82,10 +82,10 @@ async def _require_scored_again(subject: EndpointSubject, token_ids: Sequence[in
 @check("E-83", "updates scoring", deadline_s=60)
 @look_at("whether cached prefixes, or whole answers, are kept across an update for score requests")
 async def scores_after_an_update(subject: EndpointSubject) -> None:
-    """After an update of any kind, tokens that were scored or sampled before are scored by the new weights alone, and
-    version spans name the new version."""
+    """After an update of any kind, even to a version that was served before, tokens that were scored or sampled before
+    are scored by the new weights alone, and version spans name the new version."""
     token_ids, chain = subject.prompt(min(_SEEN, subject.context_len - 1), seed=22), UpdateChain(subject)
-    policies, kinds = subject.capabilities.in_flight_policies, supported_kinds(subject)
+    policies, kinds = subject.capabilities.in_flight_policies, supported_kinds(subject, turn=1)
     for i in range(max(len(kinds), len(policies) + 1)):
         kind, policy = kinds[i % len(kinds)], policies[i % len(policies)]
         await subject.generate(token_ids[:-1], max_tokens=1)
@@ -98,6 +98,14 @@ async def scores_after_an_update(subject: EndpointSubject) -> None:
             _require_scores(subject, weights, request, response, what)
             versions = {span.version for span in response.version_spans}
             require(versions == {subject.publisher.version}, f"{what}, spans name the versions {sorted(versions)}")
+    subject.publisher.lose_group()
+    other = subject.reference.perturbed("B", seed=3)
+    another = subject.another_publisher()
+    again = _request(subject, token_ids, 1)
+    for weights, what in ((other, "of another run"), (subject.reference.weights, "with other weights")):
+        await another.publish(weights, version=subject.publisher.version)
+        (response,) = await _scored(subject, [again])
+        _require_scores(subject, weights, again, response, f"after the version served was published again, {what}")
 
 
 @check("E-84", "updates scoring", deadline_s=90)

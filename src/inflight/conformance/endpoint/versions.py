@@ -145,7 +145,7 @@ async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlig
         running = await subject.start_running(
             max(1, min(_NUM_LONG, num_slots - 1)), max_tokens=min(_NUM_TOKENS, subject.context_len // 2)
         )
-        for _ in range(_NUM_UPDATES):
+        for _ in range(subject.pace.fewer(_NUM_UPDATES)):
             running += await _publish_while_requests_end(subject, published, policy)
         seen = await _check_all(subject, running, published)
         if any(len(task.result().completions[0].version_spans) > 1 for _, task in running):
@@ -233,7 +233,7 @@ async def spans_of_requests_that_end(subject: EndpointSubject, policy: InFlightP
     """Under {policy}, a completion has tokens of only one version, and names it, even if the update is staged."""
     published: dict[int, ReferenceWeights] = {}
     await publish_next(subject, published)
-    for i in range(_NUM_UPDATES):
+    for i in range(subject.pace.fewer(_NUM_UPDATES)):
         num_tokens = min(subject.pace.shortened(_NUM_ENDED), subject.context_len // 4)
         running = await subject.start_running(4, max_tokens=num_tokens)
         await publish_next(subject, published, policy, staged=subject.capabilities.staging and i % 2 == 1)

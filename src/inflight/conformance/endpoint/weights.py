@@ -152,16 +152,17 @@ async def large_logits(subject: EndpointSubject) -> None:
     if not subject.is_coarse:  # in 16 bits, attention this sharp turns rounding errors into other tokens
         sharp = _with_sharp_attention(reference)
         await subject.publisher.publish(sharp)
-        await subject.require_serves(sharp, "with scores of attention times 16")
+        await subject.require_serves(sharp, "with larger scores of attention")
 
 
 def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
     """Return weights with larger attention scores: the norm of the queries is scaled or, in a model without one, the
-    query projection."""
+    query projection, whose scores are large already."""
     tensors = reference.weights.tensors
-    ends = (".q_norm.weight",) if any(".q_norm." in name for name in tensors) else (".q_proj.weight", ".q_proj.bias")
-    larger = {name: tensor * 16 if name.endswith(ends) else tensor for name, tensor in tensors.items()}
-    return ReferenceWeights("A with sharper attention", larger)
+    has_norm = any(".q_norm." in name for name in tensors)
+    ends, factor = ((".q_norm.weight",), 64.0) if has_norm else ((".q_proj.weight", ".q_proj.bias"), 16.0)
+    larger = {name: tensor * factor if name.endswith(ends) else tensor for name, tensor in tensors.items()}
+    return ReferenceWeights(f"A with scores of attention times {factor:g}", larger)
 
 
 @check("U-09", "updates", deadline_s=60)

@@ -94,6 +94,27 @@ def receivers_that_do_not_read_share_a_timeout(t: TransportSubject) -> None:
     t.begin(receivers, bucket)
     sending = t.start_send(bucket, _SEND_S)
     _note_legal_ending(t, sending.ending(_SEND_S + SLACK_S))
+    t.sender.abort()
+    for is_reversed in (False, True):
+        _send_to_ranks_that_read_in_turn(t, is_reversed)
+
+
+def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool) -> None:
+    """Require that a send ends in time even if each rank reads in less than the timeout once its turn has come."""
+    receivers, bucket = t.form(3), bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    t.begin(receivers, bucket)
+    sending = t.start_send(bucket, _WAIT_S)
+    for receiver in reversed(receivers) if is_reversed else receivers:
+        if sending.has_ended(0.7 * _WAIT_S):
+            break
+        t.start_receives([receiver], bucket)
+    ending = sending.ending(_WAIT_S + SLACK_S)
+    order = "last to first" if is_reversed else "first to last"
+    t.note(**{f"ranks that read in turn, {order}": ending.words})
+    _require_legal(ending)
+    words = f"a send whose ranks read in turn ended after {ending.seconds:.2f} s; its timeout is {_WAIT_S:g} s"
+    require(ending.seconds <= _WAIT_S + SLACK_S, words)
+    t.sender.abort()
 
 
 @check("T-20", deadline_s=30, look_at="receive: its timeout_s, not the group's")
