@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from examples.own_transport import TcpSender, TcpTransport
 
 from inflight.conformance.checks import Check
 from inflight.conformance.judge import judge
@@ -61,6 +64,28 @@ def test_the_transport_of_the_docs_conforms() -> None:
     with Kit(TransportTarget(factory="examples.own_transport:TCP")) as kit:
         for check in CHECKS:
             kit.run(check).raise_unless_good()
+
+
+class _PatientSender(TcpSender):
+    """Begins a new timeout with each rank that it sends to."""
+
+    def write(self, to: socket.socket, data: memoryview, deadline: float) -> None:
+        super().write(to, data, time.monotonic() + 3.0)
+
+
+class _PatientTransport(TcpTransport):
+    def sender(self, *, address: str, directory: Path | None) -> _PatientSender:
+        return _PatientSender(address)
+
+
+PATIENT = _PatientTransport()
+
+
+def test_a_timeout_that_begins_again_with_each_rank_is_caught() -> None:
+    with Kit(TransportTarget(factory="tests.conformance.test_transport_kit:PATIENT")) as kit:
+        verdict = kit.run(BY_ID["T-39"])
+    assert verdict.outcome is CheckOutcome.FAILED, verdict.evidence
+    assert "a send whose ranks read in turn ended after" in verdict.message
 
 
 def test_a_second_process_of_the_kit_that_does_not_start_is_not_blamed_on_the_transport(

@@ -107,17 +107,21 @@ def clamped_once_divided(logits: torch.Tensor, params: Sequence[SamplingParams],
     return sample((logits / temperatures).clamp(-80, 80) * temperatures, params, uniforms)
 
 
-def attention_capped(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Bound the scale of queries, as a cap of attention's scores would."""
-    engine: Any = endpoint._engine
+def attention_capped(largest: float) -> Callable[[Any], EmbeddedEndpoint]:
+    """Bound the elements of queries, as a cap of attention's scores would."""
 
-    def after(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        return output.clamp(-20, 20)
+    def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+        engine: Any = endpoint._engine
 
-    for name, module in engine.weights.model.named_modules():
-        if name.endswith("q_norm"):
-            module.register_forward_hook(after)
-    return endpoint
+        def after(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+            return output.clamp(-largest, largest)
+
+        for name, module in engine.weights.model.named_modules():
+            if name.endswith("q_norm"):
+                module.register_forward_hook(after)
+        return endpoint
+
+    return infect
 
 
 @replaces("generate_stream")
@@ -346,7 +350,15 @@ MUTANTS = (
         "Logits more than 60 below the largest are treated as 60 below it.",
         with_logits(lambda logits: logits.maximum(logits.amax(-1, keepdim=True) - 60)),
     ),
-    Mutant("attention capped", "U-74", "Queries are clamped, which bounds attention scores.", attention_capped),
+    Mutant(
+        "attention capped", "U-74", "Queries are clamped at 20, which bounds attention scores.", attention_capped(20.0)
+    ),
+    Mutant(
+        "attention capped higher",
+        "U-74",
+        "Queries are clamped at 80, which bounds attention scores.",
+        attention_capped(80.0),
+    ),
     Mutant(
         "stop strings across parts",
         "E-20",

@@ -56,6 +56,19 @@ def remembering(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def remembering_versions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Return the first answer for equal tokens under a version of the same number again."""
+    score, known = endpoint.score, {}
+
+    async def faulty(request: ScoreRequest) -> ScoreResponse:
+        key = (await endpoint.weight_version()).version, request.model_dump_json(exclude={"request_id"})
+        found = known[key] = known.get(key) or await score(request)
+        return found.model_copy(update={"request_id": request.request_id})
+
+    endpoint.score = faulty
+    return endpoint
+
+
 @replaces("score")
 async def labelled_on_arrival(endpoint: EmbeddedEndpoint, score: Any, request: ScoreRequest) -> ScoreResponse:
     version = (await endpoint.weight_version()).version
@@ -126,6 +139,12 @@ MUTANTS = (
         "E-83",
         "Scores are cached by tokens and returned again after an update.",
         remembering,
+    ),
+    Mutant(
+        "scores kept by number",
+        "E-83",
+        "Scores are kept under the number of the version that computed them.",
+        remembering_versions,
     ),
     Mutant("scores labelled on arrival", "E-84", "The version is read before the forward pass.", labelled_on_arrival),
     Mutant("scores of a part", "E-85", "Tokens beyond the context are dropped.", truncating_scores),

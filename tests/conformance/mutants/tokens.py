@@ -219,6 +219,12 @@ def stops_checked_rarely(endpoint: EmbeddedEndpoint, hit: Any, sequence: Any) ->
     return len(sequence.token_ids) % 8 == 0 and hit(sequence)
 
 
+@replaces("_engine.steps._hit_stop_string")
+def stops_at_the_end_of_a_token(endpoint: EmbeddedEndpoint, hit: Any, sequence: Any) -> bool:
+    text = endpoint._engine.steps._decode(sequence.token_ids)  # type: ignore[misc]
+    return any(text.endswith(stop) for stop in sequence.request.sampling.stop)
+
+
 MUTANTS = (
     Mutant("ids retokenized", "E-10", "Prompts are decoded to text and encoded again.", retokenized),
     Mutant(
@@ -311,6 +317,12 @@ MUTANTS = (
         "E-20",
         "Stop strings are searched for only after every eighth token.",
         stops_checked_rarely,
+    ),
+    Mutant(
+        "stop strings within a token",
+        "E-20",
+        "A stop string that ends within a token does not end the completion.",
+        stops_at_the_end_of_a_token,
     ),
     Mutant(
         "end of sequence dropped",
