@@ -159,13 +159,12 @@ async def spans_while_requests_continue(subject: EndpointSubject, policy: InFlig
 async def _check_several(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     """Require that each completion of one request has its own spans, even if it begins after an update."""
     num, prompt = min(_MOST_SEVERAL, subject.capabilities.max_concurrent_sequences + 2), subject.prompt(seed=24)
-    for _ in range(_NUM_TRIES):
+    for num_tokens in subject.lengths(min(_NUM_TOKENS_OF_SEVERAL, subject.context_len // 2)):
         published: dict[int, ReferenceWeights] = {}
         await publish_next(subject, published)
-        ((request, answer),) = await subject.start_running(
-            1, prompt=prompt, n=num, max_tokens=min(_NUM_TOKENS_OF_SEVERAL, subject.context_len // 2)
-        )
+        ((request, answer),) = await subject.start_running(1, prompt=prompt, n=num, max_tokens=num_tokens)
         for _ in range(2):
+            await asyncio.sleep(_SAMPLED_S * SLOWNESS.get())
             await publish_next(subject, published, policy)
         completions = (await within(2 * SERVED_S, answer, f"a request for {num} completions")).completions
         for completion in completions[-_NUM_LATEST:]:
