@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from inflight.conformance.models import make_tiny_model
 from inflight.conformance.parity.opening import open_pair
 from inflight.conformance.targets import EndpointTarget
 from tests.conformance.broken import require_no_crash
+from tests.servers import ServerProcess
 from tests.zygote import python
 
 pytestmark = pytest.mark.timeout(300)
@@ -69,6 +71,18 @@ def test_the_command_works_in_a_process_that_has_imported_nothing_of_the_kit(tmp
     ended = subprocess.run([python(), str(program), *words], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert "They agree" in ended.stdout
+
+
+def test_a_server_that_refuses_the_token_still_serves_what_it_served(
+    deep_model: Path, start_server: Callable[..., ServerProcess], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server = start_server(deep_model)
+    token_file = tmp_path / "wrong"
+    token_file.write_text("wrong")
+    assert check_parity(server.url, "--model", str(deep_model), "--token-file", str(token_file), *FEW) == 1
+    said = capsys.readouterr().err
+    assert "the server still serves the weights that it served before" in said
+    assert "restart it" not in said
 
 
 def test_first_tokens_of_equal_prompts_are_equal_where_requests_cannot_have_seeds(deep_model: Path) -> None:

@@ -17,6 +17,7 @@ from inflight.conformance.endpoint.waiting import SLOWNESS
 from inflight.conformance.parity.pair import Pair
 from inflight.conformance.targets import EndpointTarget
 from inflight.errors import InflightError
+from inflight.wire import WeightVersion
 
 _RESTORE_S = 60.0
 
@@ -43,8 +44,8 @@ async def open_pair(
         report(f"waiting for {target.label}")
         async with open_target(target, subject.reference.path, subject.directory, start_s) as subject.opened:
             can = subject.capabilities = await subject.endpoint.capabilities()
-            version = (await subject.endpoint.weight_version()).version
-            subject.publisher = SteppedPublisher(subject.endpoint, can, version)
+            before = await subject.endpoint.weight_version()
+            subject.publisher = SteppedPublisher(subject.endpoint, can, before.version)
             subject.reference.cast(can.dtype)
             subject.pace = Pace()
             with closing(Pair(subject, target.worker, worker_options, prompts, tokens)) as pair:
@@ -55,15 +56,18 @@ async def open_pair(
                         await subject.publisher.publish(subject.reference.weights)
                 except BaseException:
                     if is_kept and subject.publisher.touched:
-                        await _restore(subject, report)
+                        await _restore(subject, report, before)
                     raise
                 finally:
                     await subject.leave()
                     subject.publisher.lose_group()
 
 
-async def _restore(subject: EndpointSubject, report: Callable[[str], None]) -> None:
-    """Publish the checkpoint's weights as the next incarnation, which supersedes an update that is still open."""
+async def _restore(subject: EndpointSubject, report: Callable[[str], None], before: WeightVersion) -> None:
+    """Publish the checkpoint's weights as the next incarnation, which supersedes an update that is still open.
+
+    ``before`` is what the endpoint reported before the examination.
+    """
     report("the checkpoint's weights again, because the examination ended early")
     last = subject.publisher
     last.lose_group()
@@ -78,4 +82,17 @@ async def _restore(subject: EndpointSubject, report: Callable[[str], None]) -> N
         async with asyncio.timeout(_RESTORE_S * SLOWNESS.get()):
             await subject.publisher.publish(subject.reference.weights)
     except (InflightError, TimeoutError) as error:
-        report(f"the server still serves test weights, so restart it: {error or 'no answer'}")
+        if await _is_unchanged(subject, before):
+            report(f"the server still serves the weights that it served before: nothing was published ({error})")
+        else:
+            report(f"the server may still serve test weights, so restart it: {error or 'no answer'}")
+
+
+async def _is_unchanged(subject: EndpointSubject, before: WeightVersion) -> bool:
+    """Return whether the endpoint reports the weights of ``before``; False if it does not answer."""
+    try:
+        async with asyncio.timeout(_RESTORE_S):
+            now = await subject.endpoint.weight_version()
+    except (InflightError, TimeoutError):
+        return False
+    return (now.run_id, now.version, now.state) == (before.run_id, before.version, before.state)
