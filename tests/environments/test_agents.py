@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ import pytest
 from inflight.environments.adapters.agent import AgentCommand
 from inflight.environments.play_loop import PlayLoop
 from inflight.environments.playing import play
-from inflight.environments.proxy.episode_service import EpisodeService
+from inflight.environments.proxy.episode_service import EpisodeService, rollout_json
 from inflight.environments.proxy.run_server import ProxyServer
 from inflight.environments.recording import PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
@@ -31,7 +32,8 @@ from inflight.http.client import HttpEndpoint
 from inflight.model.checkpoints import load_tokenizer
 from inflight.rollouts import load_task
 from inflight.run.config import load_config
-from inflight.wire import SamplingParams
+from inflight.types import Rollout, TeacherScores, Turn
+from inflight.wire import PromptImage, RoutedExperts, SamplingParams, VersionSpan
 from tests.environments.proxied import check_every_token_is_trained_once, episode_on
 from tests.gates import wait_until
 from tests.servers import TOKEN, ServerProcess
@@ -275,6 +277,51 @@ def test_a_codebase_of_its_own_gets_rollouts_from_the_service(service: str) -> N
         assert (again.status_code, again.json()) == (200, finished)  # the first answer may be lost
         unknown = own.post(f"{service}/episodes/unknown/finish", json={"reward": 0.5})
         assert (unknown.status_code, "no such episode" in unknown.text) == (400, True)
+
+
+def test_a_finished_rollout_is_json_with_all_fields_of_the_dataclass() -> None:
+    image = PromptImage(url="data:image/png;base64,AAAA", start=0, num_tokens=1)
+    experts = RoutedExperts(num_tokens=1, num_layers=1, num_chosen=2, dtype="uint8", data="/gA=")
+    span = VersionSpan(version=4, start=0, end=2)
+    rollout = Rollout(
+        prompt_token_ids=(1, 2),
+        completion_token_ids=[3, 4],
+        behaviour_logprobs=[-0.1, -1e-9],
+        version_spans=[span],
+        finish_reason="stop",
+        reward=1.0,
+        temperature=0.7,
+        turns=[Turn(0, 2, 0.5)],
+        episode=3,
+        role="white",
+        images=[image],
+        routed_experts=experts,
+        teacher=TeacherScores(0, [-1.0, -2.0], [[5], [6]], [[-1.0], [-2.0]]),
+    )
+    said = json.loads(json.dumps(rollout_json(rollout)))
+    assert set(said) == {field.name for field in dataclasses.fields(Rollout)}
+    assert Turn(**said.pop("turns")[0]) == Turn(0, 2, 0.5)
+    assert TeacherScores(**said.pop("teacher")) == rollout.teacher
+    assert RoutedExperts.model_validate(said.pop("routed_experts")).to_bytes() == b"\xfe\x00"
+    assert [PromptImage.model_validate(one) for one in said.pop("images")] == [image]
+    assert [VersionSpan.model_validate(one) for one in said.pop("version_spans")] == [span]
+    assert said == {
+        "prompt_token_ids": [1, 2],
+        "completion_token_ids": [3, 4],
+        "behaviour_logprobs": [-0.1, -1e-9],
+        "finish_reason": "stop",
+        "reward": 1.0,
+        "temperature": 0.7,
+        "episode": 3,
+        "role": "white",
+    }
+
+
+def test_a_role_that_is_named_twice_is_refused(service: str) -> None:
+    own = {"authorization": f"Bearer {TOKEN}"}
+    answer = httpx.post(f"{service}/episodes", json={"roles": ["a", "b", "a"]}, headers=own, trust_env=False)
+    assert answer.status_code == 400
+    assert "roles: the role 'a' occurs more than once" in answer.json()["error"]["message"]
 
 
 def test_the_service_takes_its_token_and_bounds_its_episodes(service: str) -> None:

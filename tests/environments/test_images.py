@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
+import httpx
 import pytest
 
 from inflight.engines.embedded.tiny import EOS
 from inflight.engines.embedded.tiny_images import IMAGE, TinyImageShape, create_tiny_image_model, tiny_processor
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.answers import Answers
+from inflight.environments.proxy.episode_service import EpisodeService
 from inflight.environments.proxy.requests import ChatRequest, rendered_message
 from inflight.environments.recording import EpisodeRecording, PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import InvalidRequestError, UnsupportedError
+from inflight.http.listening import InLoopServer, bind
 from inflight.model.images import ImageProcessor
 from inflight.types import Message
 from inflight.wire import Completion, GenerateRequest, PromptImage, SamplingParams, VersionSpan
 from tests.engine.reference import TOLERANCE, serving
 from tests.pictures import BLUE, RED, Reference, images_of, make_image_model, picture
+from tests.servers import TOKEN
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +106,34 @@ def test_the_proxy_takes_parts_with_images_and_refuses_addresses() -> None:
     for wrong in ({"url": "https://example.com/a.png"}, {}, "text"):
         with pytest.raises(InvalidRequestError, match=r"messages\.0\.content\.0\.image_url"):
             rendered_message({"role": "user", "content": [{"type": "image_url", "image_url": wrong}]}, 0)
+
+
+@pytest.mark.anyio
+async def test_the_rollouts_of_the_service_have_their_images(tmp_path: Path) -> None:
+    """Pictures of two colours have the same tokens, so that only the images tell the rollouts apart."""
+    model = make_image_model(tmp_path / "seeing")
+    chat = ChatTemplate(tiny_processor().tokenizer, images_of(model))
+    service = EpisodeService(
+        chat, SamplingParams(max_tokens=2), token=TOKEN, model="seeing", max_episodes=2, idle_timeout_s=60.0
+    )
+    async with serving(model) as endpoint:
+        await service.attach([endpoint])
+        server = InLoopServer(service.app(), bind("127.0.0.1", 0))
+        own = {"authorization": f"Bearer {TOKEN}"}
+        async with (
+            contextlib.aclosing(server),
+            httpx.AsyncClient(base_url=await server.started(), headers=own, trust_env=False, timeout=60) as client,
+        ):
+            for colour in (RED, BLUE):
+                made = (await client.post("/episodes")).json()
+                body = {"messages": [shown(picture(colour), "what?")]}
+                assert (await client.post(made["openai_url"] + "/chat/completions", json=body)).status_code == 200
+                finished = await client.post(f"/episodes/{made['key']}/finish", json={"reward": 1.0})
+                (rollout,) = finished.json()["rollouts"]
+                assert rollout["prompt_token_ids"] == [*[IMAGE] * 16, *b"what?\n"]
+                assert rollout["images"] == [{"url": picture(colour), "start": 0, "num_tokens": 16}]
+                again = await client.post(f"/episodes/{made['key']}/finish", json={"reward": 1.0})
+                assert again.content == finished.content
 
 
 @pytest.mark.anyio

@@ -20,7 +20,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import to_jsonable_python
 from starlette.applications import Starlette
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -55,11 +56,19 @@ from inflight.wire import (
 )
 
 _NUM_FINISHED = 256
+_MAX_FINISHED_BYTES = 256 << 20
+"""Answers to ``/finish`` that are kept for repeated calls: at most so many, and so large in total."""
 _MAX_BODY_BYTES = 64 * 1024
 _FAILED_S = 30.0
 """For this many seconds after an episode has failed on an endpoint, the endpoint receives new episodes only if all
 other endpoints have failed, too.
 """
+
+
+def _distinct(roles: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := next((role for role in roles if roles.count(role) > 1), None):
+        raise ValueError(f"the role {twice!r} occurs more than once: name each role once")
+    return roles
 
 
 class OpenRequest(BaseModel):
@@ -70,7 +79,9 @@ class OpenRequest(BaseModel):
     temperature: float | None = Field(default=None, ge=MIN_TEMPERATURE, le=100)
     max_tokens: TokenCount | None = None
     seed: Seed | None = None
-    roles: Annotated[Items[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)] = ()
+    roles: Annotated[
+        Items[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64), AfterValidator(_distinct)
+    ] = ()
     """Each role has its own URL."""
 
 
@@ -117,7 +128,7 @@ class EpisodeService:
         self._role_keys: dict[PlayingEpisode, list[str]] = {}
         self._failed: dict[int, float] = {}
         """When an episode last failed on each endpoint, by the endpoint's index."""
-        self._finished: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._finished: OrderedDict[str, bytes] = OrderedDict()
         """The answers to the latest calls to ``/finish``, for clients that repeat a call."""
         self._numbers = itertools.count(1)
         self.episodes = ServedEpisodes()
@@ -195,7 +206,7 @@ class EpisodeService:
         self._check_token(request)
         body = await body_message(FinishRequest, await content_of(request, _MAX_BODY_BYTES) or b"{}")
         if (known := self._finished.get(request.path_params["key"])) is not None:
-            return JSONResponse(known)  # the answer was lost
+            return Response(known, media_type="application/json")  # the answer was lost
         key, served = self._named(request)
         episode = served.answers.episode
         reward = body.reward if body.reward is not None else episode.posted_reward
@@ -206,10 +217,13 @@ class EpisodeService:
         if episode.error is not None or reward is None:
             raise EpisodeOverError(f"the episode is lost because its endpoint failed: {episode.error}")
         rollouts = episode.played(reward).rollouts(0, episode.sampling.temperature)
-        self._finished[key] = {"reward": reward, "rollouts": [rollout_json(rollout) for rollout in rollouts]}
-        if len(self._finished) > _NUM_FINISHED:
+        answer = JSONResponse({"reward": reward, "rollouts": [rollout_json(rollout) for rollout in rollouts]})
+        self._finished[key] = bytes(answer.body)
+        sizes = [len(content) for content in self._finished.values()]
+        while len(sizes) > 1 and (len(sizes) > _NUM_FINISHED or sum(sizes) > _MAX_FINISHED_BYTES):
             self._finished.popitem(last=False)
-        return JSONResponse(self._finished[key])
+            sizes.pop(0)
+        return answer
 
     async def _drop(self, request: HttpRequest) -> Response:
         key, served = self._named(request)
@@ -246,18 +260,9 @@ class EpisodeService:
 
 
 def rollout_json(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as a JSON value, with the field names of `inflight.types.Rollout`."""
-    return {
-        "prompt_token_ids": list(rollout.prompt_token_ids),
-        "completion_token_ids": list(rollout.completion_token_ids),
-        "behaviour_logprobs": list(rollout.behaviour_logprobs),
-        "version_spans": [span.model_dump() for span in rollout.version_spans],
-        "turns": [{"start": turn.start, "end": turn.end, "reward": turn.reward} for turn in rollout.turns],
-        "finish_reason": rollout.finish_reason,
-        "reward": rollout.reward,
-        "temperature": rollout.temperature,
-        "role": rollout.role,
-    }
+    """Return a rollout as a JSON value with all fields of `inflight.types.Rollout`."""
+    value: dict[str, Any] = to_jsonable_python(rollout)
+    return value
 
 
 def _opened(request: HttpRequest, key: str) -> dict[str, str]:
