@@ -185,6 +185,14 @@ def qwen() -> tuple[Any, ChatTemplate]:
     return built, ChatTemplate(built)
 
 
+@functools.cache
+def thinking_qwen() -> tuple[Any, ChatTemplate]:
+    """The same with a chat template that opens the reasoning of each answer."""
+    built = tokenizer("qwen3_instruct_2507")
+    built.chat_template += "{%- if add_generation_prompt %}{{- '<think>\\n' }}{%- endif %}"
+    return built, ChatTemplate(built)
+
+
 def on_engine(
     server: ServerProcess, model: Path, play: Callable[[Open], Coroutine[Any, Any, None]], **settings: Any
 ) -> None:
@@ -207,9 +215,10 @@ def on_script(
     streams: bool = False,
     ends: bool = True,
     trains_on_all: bool = True,
+    model: Callable[[], tuple[Any, ChatTemplate]] = qwen,
 ) -> None:
     """Play one episode whose turns are these texts, and check that each sampled token is trained on once."""
-    built, template = qwen()
+    built, template = model()
 
     def says(number: int, prompt: Any) -> tuple[int, ...]:
         said = tuple(built(turns[number], add_special_tokens=False)["input_ids"])

@@ -35,6 +35,7 @@ from tests.environments.proxied import (
     post,
     qwen,
     scripted,
+    thinking_qwen,
     versions_of,
 )
 from tests.gates import SOON_S, BrakedServer
@@ -135,6 +136,39 @@ def test_calls_stay_in_the_text_of_an_agent_that_wants_none(options: dict[str, A
         assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (CALL, None, "stop")
 
     on_script([CALL], play)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"<think>maybe {CALL} no</think>Done.", f"<think>maybe {CALL} no</think>Done."),
+        (f"<think>\n{CALL}", f"<think>\n{CALL}"),
+        (f"<think>maybe {CALL}</think>\n\nSo:\n{CALL}\n", f"<think>maybe {CALL}</think>\n\nSo:"),
+        ('<think>hm</think>\n{"name": "python", "parameters": {"code": "6*7"}}', "<think>hm</think>"),
+    ],
+    ids=["inside", "not closed", "both", "an object behind"],
+)
+@pytest.mark.parametrize("is_open", [False, True], ids=["the model opens", "the template opens"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_what_the_model_considers_in_its_reasoning_is_no_call(
+    text: str, content: str, is_open: bool, streams: bool
+) -> None:
+    if is_open:
+        text, content = text.removeprefix("<think>"), content.removeprefix("<think>")
+    num_calls = int(text != content)
+
+    async def play(it: Open) -> None:
+        options: dict[str, Any] = {"model": "m", "messages": [user("go")], "tools": TOOLS}
+        (choice,) = (await it.client.chat.completions.create(**options)).choices
+        assert (choice.message.content, len(choice.message.tool_calls or ())) == (content, num_calls)
+        assert choice.finish_reason == ("tool_calls" if num_calls else "stop")
+        said, calls = "", 0
+        async for chunk in await it.client.chat.completions.create(**options, stream=True):
+            said += chunk.choices[0].delta.content or ""
+            calls += len(chunk.choices[0].delta.tool_calls or ())
+        assert (said, calls) == (content, num_calls)
+
+    on_script([text, text], play, streams=streams, model=thinking_qwen if is_open else qwen)
 
 
 @pytest.mark.parametrize("text", [

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inflight.engines.embedded.tiny import byte_tokenizer
+from inflight.environments.proxy.reasoning import Reasoning, certain_reply, whole_reply
 from inflight.environments.tools.tool_calls import before_calls, split_tool_calls
 from inflight.environments.transcripts import ChatTemplate
 from inflight.http.chat import before_stop
@@ -34,6 +35,27 @@ def test_what_comes_before_calls_is_the_same_however_the_reply_goes_on(text: str
     whole, _ = split_tool_calls(text)
     for end in range(len(text) + 1):
         assert whole.startswith(before_calls(text[:end]))
+
+
+THOUGHTS = st.lists(
+    st.sampled_from(["<think>", "</think>", "<thi", "</t", "\n", " ", "a", CALL, "<tool_call>", "{"]), max_size=6
+).map("".join)
+
+
+@pytest.mark.parametrize("reasoning", ["kept", "split"])
+@settings(max_examples=60)
+@example(text=f" <think>a{CALL}</think>\n\nb {CALL} ", is_open=False, may_call=True)
+@example(text=f"a{CALL}</think>\n{CALL} ", is_open=True, may_call=True)
+@given(text=THOUGHTS, is_open=st.booleans(), may_call=st.booleans())
+def test_certain_parts_of_a_reply_with_reasoning_grow_to_the_whole(
+    reasoning: Reasoning, text: str, is_open: bool, may_call: bool
+) -> None:
+    thought, said, calls = whole_reply(text, reasoning, is_open=is_open, may_call=may_call)
+    for end in range(len(text) + 1):
+        certain = certain_reply(text[:end], reasoning, is_open=is_open, may_call=may_call)
+        assert thought.startswith(certain[0]) and said.startswith(certain[1])
+    split = whole_reply(text, "split", is_open=is_open, may_call=may_call)
+    assert split[2] == calls and "".join(split[1].split()) in "".join(said.split())
 
 
 @given(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.histories import Histories, history_of, identity
-from inflight.environments.proxy.reasoning import OPENS, Reasoning, split_reasoning
+from inflight.environments.proxy.reasoning import OPENS, Reasoning, certain_reply, whole_reply
 from inflight.environments.proxy.requests import (
     ChatRequest,
     CompletionRequest,
@@ -24,7 +24,7 @@ from inflight.environments.proxy.requests import (
     RewardRequest,
     rendered_message,
 )
-from inflight.environments.tools.tool_calls import before_calls, openai_tool_calls, split_tool_calls
+from inflight.environments.tools.tool_calls import openai_tool_calls
 from inflight.environments.transcripts import Prompt, ReplyText, Transcript
 from inflight.errors import InvalidRequestError
 from inflight.http.chat import before_stop
@@ -89,6 +89,8 @@ class _PreparedRequest:
     """Stores the conversation up to and including an answer."""
     images: tuple[PromptImage, ...] = ()
     reasoning: Reasoning = "kept"
+    is_open: bool = False
+    """Whether the prompt ends with the tag that opens the reasoning."""
     model: str = ""
     """The model that the client specified, if the request was converted from another dialect; otherwise empty."""
     has_tools: bool = False
@@ -146,8 +148,9 @@ class Answers:
             async for one in stream:
                 if isinstance(one, CompletionChunk):
                     said = text.add(one.token_ids, self.episode.template.plain)
-                    reasoning, certain = split_reasoning(said, asked.reasoning, is_whole=False)
-                    certain = before_calls(certain) if asked.may_call else certain
+                    reasoning, certain = certain_reply(
+                        said, asked.reasoning, is_open=asked.is_open, may_call=asked.may_call
+                    )
                     yield AnswerPiece(asked.id, certain[len(sent) :], one, reasoning[len(thought) :], num_prompt_tokens)
                     sent, thought = max(sent, certain, key=len), reasoning
                 else:
@@ -185,7 +188,6 @@ class Answers:
         match request:
             case ChatRequest():
                 history, prompt = self._prompt(request)
-                is_open = prompt.text.rstrip().endswith(OPENS)
                 return _PreparedRequest(
                     f"{request.id_prefix}{number}",
                     prompt.token_ids,
@@ -193,7 +195,8 @@ class Answers:
                     request.may_call,
                     lambda answer, reply_text: self._note_chat(request, history, prompt, answer, reply_text),
                     prompt.images,
-                    ("opened" if is_open else "split") if request.is_converted else "kept",
+                    "split" if request.is_converted else "kept",
+                    prompt.text.rstrip().endswith(OPENS),
                     (request.model or "") if request.is_converted else "",
                     bool(request.tools),
                 )
@@ -219,8 +222,7 @@ class Answers:
         reply_text = self.episode.template.decode_reply(completion.token_ids, completion.finish_reason)
         said = before_stop(reply_text.spoken, asked.sampling.stop)
         stop = next((it for it in asked.sampling.stop if reply_text.spoken.startswith(it, len(said))), None)
-        reasoning, said = split_reasoning(said, asked.reasoning, is_whole=True)
-        text, calls = split_tool_calls(said) if asked.may_call else (said, ())
+        reasoning, text, calls = whole_reply(said, asked.reasoning, is_open=asked.is_open, may_call=asked.may_call)
         calls = tuple(ToolCall(f"call_{next(self._num_calls)}", call.name, call.arguments) for call in calls)
         text = text if text.startswith(sent) else sent
         answer = Answer(asked.id, asked.token_ids, completion, text, calls, reasoning, stop)

@@ -1,28 +1,61 @@
-"""Reasoning in ``<think>`` tags before an answer, for clients that receive it separately from the text."""
+"""Reasoning in ``<think>`` tags before an answer: no tool is called in it, and some clients receive it separately."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-OPENS, _CLOSES = "<think>", "</think>"
+from inflight.environments.tools.tool_calls import before_calls, split_tool_calls
+from inflight.types import ToolCall
 
-Reasoning = Literal["kept", "split", "opened"]
-"""``kept``: reasoning stays in the text. ``split``: it is returned separately. ``opened``: the same, and the prompt
-already ends with the opening tag."""
+OPENS, CLOSES = "<think>", "</think>"
+
+Reasoning = Literal["kept", "split"]
+"""``kept``: reasoning stays in the text, with its tags. ``split``: it is returned separately."""
 
 
-def split_reasoning(text: str, reasoning: Reasoning, *, is_whole: bool) -> tuple[str, str]:
+def split_reasoning(text: str, *, is_open: bool, is_whole: bool) -> tuple[str, str]:
     """Return the reasoning at the beginning of a reply, and the text after it.
 
-    If the reply is still incomplete, only the part that can no longer change is returned.
+    ``is_open`` states that the prompt already ends with the opening tag. If the reply is still incomplete, only the
+    part that can no longer change is returned.
     """
-    if reasoning == "kept":
-        return "", text
     begun = text.lstrip()
-    if reasoning == "split" and not begun.startswith(OPENS):
+    if not is_open and not begun.startswith(OPENS):
         is_undecided = not is_whole and OPENS.startswith(begun)
         return "", "" if is_undecided else text
-    thought, is_closed, rest = begun.removeprefix(OPENS).partition(_CLOSES)
+    thought, is_closed, rest = begun.removeprefix(OPENS).partition(CLOSES)
     if not is_closed:
         return (thought.strip(), "") if is_whole else ("", "")
     return thought.strip(), rest.lstrip()
+
+
+def whole_reply(
+    said: str, reasoning: Reasoning, *, is_open: bool, may_call: bool
+) -> tuple[str, str, tuple[ToolCall, ...]]:
+    """Return the reasoning (empty if it is kept), the text and the tool calls of a whole reply."""
+    thought, kept = "", ""
+    if reasoning == "split":
+        thought, said = split_reasoning(said, is_open=is_open, is_whole=True)
+    elif may_call:
+        kept, said = _behind_reasoning(said, is_open=is_open)
+    text, calls = split_tool_calls(said) if may_call else (said, ())
+    return thought, (kept + text).rstrip() if calls else kept + text, calls
+
+
+def certain_reply(said: str, reasoning: Reasoning, *, is_open: bool, may_call: bool) -> tuple[str, str]:
+    """Return the reasoning and the text of an incomplete reply that can no longer change."""
+    thought, kept = "", ""
+    if reasoning == "split":
+        thought, said = split_reasoning(said, is_open=is_open, is_whole=False)
+    elif may_call:
+        kept, said = _behind_reasoning(said, is_open=is_open)
+    return thought, (kept + before_calls(said)).rstrip() if may_call else said
+
+
+def _behind_reasoning(said: str, *, is_open: bool) -> tuple[str, str]:
+    """Return a reply up to the text after its reasoning, and that text. Reasoning without an end is the whole reply."""
+    if not is_open and not said.lstrip().startswith(OPENS):
+        return "", said
+    thought, closes, rest = said.partition(CLOSES)
+    num_spaces = len(rest) - len(rest.lstrip())
+    return thought + closes + rest[:num_spaces], rest[num_spaces:]
