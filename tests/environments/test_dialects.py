@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import httpx2
 import pytest
 
 from inflight.environments.proxy import app
+from inflight.errors import EndpointError
+from inflight.wire import CompletionChunk, GenerateRequest
 from tests.environments.proxied import Open, on_engine, on_script, post, qwen, versions_of
 from tests.gates import BrakedServer
 from tests.servers import ServerProcess
@@ -293,11 +296,91 @@ def test_an_answer_that_is_cut_is_incomplete_and_reasoning_is_an_item() -> None:
         assert [it.type for it in asked.output] == ["reasoning", "message"]
         assert asked.status == "incomplete" and asked.incomplete_details is not None
         assert asked.incomplete_details.reason == "max_output_tokens"
+        assert asked.output[1].status == "incomplete"
         async with it.client.responses.stream(model="m", input="And 6 * 8?") as stream:
-            kinds = [event.type async for event in stream]
+            events = [event async for event in stream]
+            kinds = [event.type for event in events]
             assert "response.reasoning_summary_text.delta" in kinds and kinds[-1] == "response.incomplete"
+            dones = [event.item for event in events if event.type == "response.output_item.done"]
+            assert [getattr(item, "status", None) for item in dones] == [None, "incomplete"]
+            assert events[-1].type == "response.incomplete" and events[-1].response.output[1].status == "incomplete"
 
     on_script(["<think>Six sevens.</think>It is", "<think>Six eights.</think>It is"], play, streams=True, ends=False)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_response_states_the_values_in_force(streams: bool) -> None:
+    async def play(it: Open) -> None:
+        asked: Any = {"model": "m", "input": "hi", "temperature": 0.1, "top_p": 0.5, "truncation": "auto"}
+        asked |= {"parallel_tool_calls": False, "metadata": {"a": "b"}, "store": False, "max_output_tokens": 900}
+        asked |= {"tools": [RESPONSES_TOOL], "tool_choice": "required", "reasoning": {"effort": "low"}}
+        if streams:
+            async with it.client.responses.stream(**asked) as stream:
+                said = await stream.get_final_response()
+        else:
+            said = await it.client.responses.create(**asked)
+        assert (said.temperature, said.top_p, said.max_output_tokens) == (1.0, 1.0, 200)
+        assert (said.truncation, said.parallel_tool_calls, said.tool_choice) == ("disabled", True, "auto")
+        assert (said.metadata, getattr(said, "store", None)) == ({"a": "b"}, True)
+        thought = qwen()[0].decode(said.token_ids[: said.usage.output_tokens_details.reasoning_tokens])
+        assert thought.startswith("<think>abc</think>") and len(thought) < len("<think>abc</think>x y z")
+        plain = await it.client.responses.create(model="m", input="hi", max_output_tokens=7)
+        assert (plain.max_output_tokens, plain.metadata) == (7, {})
+        assert plain.usage is not None and plain.usage.output_tokens_details.reasoning_tokens == 0
+
+    on_script(["<think>abc</think>x y z", "x"], play, streams=streams)
+
+
+def failing(has_begun: asyncio.Event, texts: Sequence[str]) -> Any:
+    """A stream of tokens that fails behind these texts, once the event is set."""
+
+    async def stream(request: GenerateRequest) -> Any:
+        token_ids = [qwen()[0](text, add_special_tokens=False)["input_ids"] for text in texts]
+        for start, token_id in enumerate(itertools.chain(*token_ids)):
+            yield CompletionChunk(
+                request_id=request.request_id,
+                index=0,
+                start=start,
+                token_ids=(token_id,),
+                logprobs=(-1.0,),
+                version=3,
+                finish_reason=None,
+            )
+        await has_begun.wait()
+        raise EndpointError("the engine is gone")
+
+    return stream
+
+
+@pytest.mark.parametrize("texts", [[], ["<think>hm", "</think>", "It is"]], ids=["before the answer", "within it"])
+def test_a_response_that_fails_has_its_id_and_what_was_said(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_QUIET_S", 0.01)
+
+    async def play(it: Open) -> None:
+        has_begun = asyncio.Event()
+        it.episode.stream = failing(has_begun, texts)
+        asked = {"model": "m", "input": "hi", "stream": True}
+        events = []
+        async with (
+            httpx.AsyncClient(trust_env=False) as client,
+            client.stream("POST", f"{it.url}/responses", json=asked) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                if line.startswith(":"):
+                    has_begun.set()
+                if line.startswith("data: "):
+                    events.append(json.loads(line[6:]))
+        assert [events[0]["type"], events[-1]["type"]] == ["response.created", "response.failed"]
+        ids = {event["response"]["id"] for event in events if "response" in event}
+        assert len(ids) == 1 and min(ids).startswith("resp_")
+        failed = events[-1]["response"]
+        assert failed["error"]["message"] == "the engine is gone"
+        said = [(item["type"], item.get("status")) for item in failed["output"]]
+        assert said == ([("reasoning", None), ("message", "incomplete")] if texts else [])
+        if texts:
+            assert failed["output"][1]["content"][0]["text"] == "It is"
+
+    on_script([], play, streams=True)
 
 
 @pytest.mark.parametrize(

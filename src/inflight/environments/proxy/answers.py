@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.histories import Histories, history_of, identity
-from inflight.environments.proxy.reasoning import OPENS, Reasoning, certain_reply, whole_reply
+from inflight.environments.proxy.reasoning import OPENS, Reasoning, certain_reply, num_reasoning_tokens, whole_reply
 from inflight.environments.proxy.requests import (
     ChatRequest,
     CompletionRequest,
@@ -46,6 +46,8 @@ class Answer:
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
     """The contents of the ``<think>`` tags before the text, if the client receives reasoning separately."""
+    num_reasoning_tokens: int = 0
+    """The number of tokens of the reasoning with its tags."""
     stop: str | None = None
     """The stop string that ended the answer, if any."""
 
@@ -225,7 +227,8 @@ class Answers:
         reasoning, text, calls = whole_reply(said, asked.reasoning, is_open=asked.is_open, may_call=asked.may_call)
         calls = tuple(ToolCall(f"call_{next(self._num_calls)}", call.name, call.arguments) for call in calls)
         text = text if text.startswith(sent) else sent
-        answer = Answer(asked.id, asked.token_ids, completion, text, calls, reasoning, stop)
+        num_thought = num_reasoning_tokens(completion.token_ids, self.episode.template.plain) if reasoning else 0
+        answer = Answer(asked.id, asked.token_ids, completion, text, calls, reasoning, num_thought, stop)
         self.episode.recording.describe(number, model=asked.model, has_tools=asked.has_tools)
         self._turns[asked.id] = number
         asked.note(answer, reply_text)

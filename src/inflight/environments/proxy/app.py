@@ -158,7 +158,9 @@ def proxy_routes(episodes: ServedEpisodes, note: Callable[[str], None] | None = 
 
     async def responses(request: HttpRequest, served: ServedEpisode) -> Response:
         body = await _body(request, served, ResponsesRequest)
-        return await answered(request, served, body.as_chat(served.answers.turn), ResponsesFormat(body, served.model))
+        chat = body.as_chat(served.answers.turn)
+        form = ResponsesFormat(body, served.model, chat.sampling(served.answers.episode.sampling))
+        return await answered(request, served, chat, form)
 
     async def answered(
         request: HttpRequest, served: ServedEpisode, body: Request, form: AnswerFormat | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from inflight.environments.tools.tool_calls import before_calls, split_tool_calls
@@ -27,6 +29,11 @@ def split_reasoning(text: str, *, is_open: bool, is_whole: bool) -> tuple[str, s
     if not is_closed:
         return (thought.strip(), "") if is_whole else ("", "")
     return thought.strip(), rest.lstrip()
+
+
+def num_reasoning_tokens(token_ids: Sequence[int], plain: Callable[[Sequence[int]], str]) -> int:
+    """Return the number of tokens up to the end of the reasoning; all of them if it has no end. ``plain`` decodes."""
+    return bisect.bisect_left(range(len(token_ids)), True, key=lambda n: CLOSES in plain(token_ids[:n]))
 
 
 def whole_reply(

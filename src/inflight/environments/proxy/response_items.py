@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from inflight.environments.proxy.formats import AnswerFormat, error_json, tokens
 from inflight.environments.proxy.responses import ResponsesRequest, declared_tools
 from inflight.errors import InflightError
 from inflight.types import ToolCall
+from inflight.wire import SamplingParams
 
 
 class ResponsesFormat(AnswerFormat):
@@ -19,12 +21,16 @@ class ResponsesFormat(AnswerFormat):
 
     is_named = True
 
-    def __init__(self, request: ResponsesRequest, model: str) -> None:
+    def __init__(self, request: ResponsesRequest, model: str, sampling: SamplingParams) -> None:
+        """``sampling`` has the settings in force."""
         self._request = request
+        self._sampling = sampling
         self._model = request.model or model
         self._tools = {one.name: one for one in declared_tools(request.tools or (), "tools")}
         self._created = int(time.time())
         self._num_events = 0
+        self._id = f"resp_{secrets.token_hex(12)}"
+        """The id of the answer once it is known, until then of a response that has failed before."""
         self._items: list[dict[str, Any]] = []
         """The items that have been streamed completely."""
         self._streamed: dict[str, Any] | None = None
@@ -36,24 +42,23 @@ class ResponsesFormat(AnswerFormat):
         if answer.reasoning:
             items.append(_reasoning(answer.id, answer.reasoning))
         if answer.text or not answer.tool_calls:
-            items.append(_said(answer.id, answer.text))
+            items.append(_said(answer.id, answer.text, _status(answer)))
         return self._finished(answer, [*items, *(self._call(answer.id, call) for call in answer.tool_calls)])
 
     def piece(self, piece: AnswerPiece) -> list[dict[str, Any]]:
         events = []
         if not self._num_events:
-            response = self._response(piece.id, "in_progress", [])
-            events += self._event("response.created", response=response)
-            events += self._event("response.in_progress", response=response)
+            self._id = piece.id
+            events += self._created_events()
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.text)):
             if text:
                 events += self._delta(piece.id, kind, text)
         return events
 
     def end(self, answer: Answer, *, has_streamed: bool) -> list[dict[str, Any]]:
-        events = self._close()
+        events = self._close(_status(answer))
         if not answer.tool_calls and all(item["type"] != "message" for item in self._items):
-            events += [*self._delta(answer.id, "message", ""), *self._close()]
+            events += [*self._delta(answer.id, "message", ""), *self._close(_status(answer))]
         for call in answer.tool_calls:
             events += self._called(self._call(answer.id, call))
         response = self._finished(answer, self._items)
@@ -61,8 +66,10 @@ class ResponsesFormat(AnswerFormat):
 
     def failed(self, error: InflightError) -> list[dict[str, Any]]:
         said = error_json(error)[1]["error"]
-        response = self._response("", "failed", self._items)
-        return self._event("response.failed", response=response | {"error": said})
+        events = [] if self._num_events else self._created_events()
+        events += self._close("incomplete")
+        response = self._response(self._id, "failed", self._items)
+        return [*events, *self._event("response.failed", response=response | {"error": said})]
 
     # ------------------------------------------------------------------------------------------------------ streaming
 
@@ -70,14 +77,19 @@ class ResponsesFormat(AnswerFormat):
         self._num_events += 1
         return [{"type": kind, "sequence_number": self._num_events - 1, **fields}]
 
+    def _created_events(self) -> list[dict[str, Any]]:
+        response = self._response(self._id, "in_progress", [])
+        events = self._event("response.created", response=response)
+        return [*events, *self._event("response.in_progress", response=response)]
+
     def _delta(self, answer_id: str, kind: str, text: str) -> list[dict[str, Any]]:
         """Return the events that add text to the streamed reasoning or message, opening it first if necessary."""
         events: list[dict[str, Any]] = []
         if self._streamed is None or self._streamed["type"] != kind:
             events += self._close()
-            item = _reasoning(answer_id, "") if kind == "reasoning" else _said(answer_id, "")
+            item = _reasoning(answer_id, "") if kind == "reasoning" else _said(answer_id, "", "in_progress")
             self._streamed, self._text = item, ""
-            begun = item | ({"summary": []} if kind == "reasoning" else {"content": [], "status": "in_progress"})
+            begun = item | ({"summary": []} if kind == "reasoning" else {"content": []})
             at = {"output_index": len(self._items)}
             events += self._event("response.output_item.added", item=begun, **at)
             part, place = self._part("")
@@ -98,7 +110,8 @@ class ResponsesFormat(AnswerFormat):
             return {"type": "summary_text", "text": text}, place | {"summary_index": 0}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}, place | {"content_index": 0}
 
-    def _close(self) -> list[dict[str, Any]]:
+    def _close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """Return the events that end the streamed item. A message gets this status."""
         item = self._streamed
         if item is None:
             return []
@@ -108,7 +121,7 @@ class ResponsesFormat(AnswerFormat):
             events = self._event("response.reasoning_summary_text.done", text=self._text, **place)
             events += self._event("response.reasoning_summary_part.done", part=part, **place)
         else:
-            item["content"] = [part]
+            item |= {"content": [part], "status": status}
             events = self._event("response.output_text.done", text=self._text, logprobs=[], **place)
             events += self._event("response.content_part.done", part=part, **place)
         events += self._event("response.output_item.done", item=item, output_index=len(self._items))
@@ -150,22 +163,21 @@ class ResponsesFormat(AnswerFormat):
         return item | ({"namespace": tool.namespace} if tool is not None and tool.namespace is not None else {})
 
     def _finished(self, answer: Answer, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        is_cut = answer.completion.finish_reason != "stop"
-        response = self._response(answer.id, "incomplete" if is_cut else "completed", items)
-        if is_cut:
+        response = self._response(answer.id, _status(answer), items)
+        if response["status"] == "incomplete":
             response["incomplete_details"] = {"reason": "max_output_tokens"}
         num_prompt, num_sampled = len(answer.prompt_token_ids), answer.completion.num_tokens
         response["usage"] = {
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": num_sampled,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": answer.num_reasoning_tokens},
             "total_tokens": num_prompt + num_sampled,
         }
         return response | tokens_json(answer)
 
     def _response(self, response_id: str, status: str, items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        request = self._request
+        request, sampling = self._request, self._sampling
         return {
             "id": response_id,
             "object": "response",
@@ -175,19 +187,19 @@ class ResponsesFormat(AnswerFormat):
             "error": None,
             "incomplete_details": None,
             "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "metadata": {},
+            "max_output_tokens": sampling.max_tokens,
+            "metadata": request.metadata or {},
             "model": self._model,
             "output": list(items),
             "parallel_tool_calls": True,
             "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": None, "summary": None},
-            "store": False,
-            "temperature": request.temperature,
+            "store": True,
+            "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": request.tool_choice or "auto",
+            "tool_choice": "none" if request.tool_choice == "none" else "auto",
             "tools": list(request.tools or ()),
-            "top_p": request.top_p,
+            "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
         }
@@ -197,7 +209,11 @@ def _reasoning(answer_id: str, text: str) -> dict[str, Any]:
     return {"type": "reasoning", "id": f"rs_{answer_id}", "summary": [{"type": "summary_text", "text": text}]}
 
 
-def _said(answer_id: str, text: str) -> dict[str, Any]:
+def _status(answer: Answer) -> str:
+    return "completed" if answer.completion.finish_reason == "stop" else "incomplete"
+
+
+def _said(answer_id: str, text: str, status: str) -> dict[str, Any]:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    found = {"type": "message", "id": f"msg_{answer_id}", "role": "assistant", "status": "completed"}
+    found = {"type": "message", "id": f"msg_{answer_id}", "role": "assistant", "status": status}
     return found | {"content": [part]}

@@ -50,7 +50,6 @@ class ResponsesRequest(ProxyBody):
             "client_metadata",
             "include",
             "max_tool_calls",
-            "metadata",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
@@ -71,6 +70,7 @@ class ResponsesRequest(ProxyBody):
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: TokenCount | None = None
+    metadata: dict[str, Any] | None = None
     previous_response_id: str | None = Field(default=None, max_length=1024)
     text: dict[str, Any] | None = None
     background: Literal[False] | None = None
@@ -85,9 +85,9 @@ class ResponsesRequest(ProxyBody):
         if not isinstance(form, Mapping) or form.get("type") != "text":
             raise InvalidRequestError(f"text.format is {str(form)[:80]!r}: only the type 'text' is supported")
         try:  # the answer repeats them
-            json.dumps([self.tools, self.tool_choice], allow_nan=False)
+            json.dumps([self.tools, self.metadata], allow_nan=False)
         except ValueError as error:
-            raise InvalidRequestError("tools or tool_choice contains a number that is not finite") from error
+            raise InvalidRequestError("tools or metadata contains a number that is not finite") from error
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
         declared = [*declared_tools(self.tools or (), "tools")]
         names = [one.name for one in declared]
