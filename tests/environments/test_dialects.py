@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -188,12 +189,33 @@ def test_reasoning_comes_apart_and_is_not_needed_to_continue() -> None:
     on_script(["<think>\nSix sevens.\n</think>\n\nIt is 42.", "Yes."], play, streams=True)
 
 
+def image_message(source: Any) -> dict[str, Any]:
+    """A request with an image; the system prompt is no message of Anthropic's, but one of a chat."""
+    return {"system": "s", "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role is 'robot'"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages.0.content.0 has the type"),
         ({"system": [{"type": "image"}]}, "only text blocks"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages.0.content is [], which shows nothing"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "which shows nothing to the model"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text is None"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "tool_use needs an id and a name"),
+        (
+            image_message({"type": "file", "file_id": "x"}),
+            "messages.0.content.0.source is {'type': 'file', 'file_id': 'x'}, but must have the type 'base64'",
+        ),
+        (image_message({"type": "url", "url": "http://a/b.png"}), "messages.0.content.0.source.url cannot be used"),
+        (
+            image_message({"type": "base64", "media_type": "image/gif", "data": ""}),
+            "messages.0.content.0.source cannot be used: url: only data URLs of PNG",
+        ),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1 (got 0)"),
+        ({"tool_choice": {"type": "bogus"}}, "tool_choice.type: Input should be 'auto', 'any', 'tool' or 'none'"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice has the type 'tool', but no name"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"tools": [{"input_schema": {}}]}, "tools.0.name is None"),
     ],
@@ -205,7 +227,23 @@ def test_what_messages_cannot_be_is_refused_in_anthropics_shape(change: dict[str
         assert answer.status_code == 400
         error = answer.json()
         assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
-        assert says in error["error"]["message"]
+        assert says in error["error"]["message"], error
+
+    on_script([], play)
+
+
+@pytest.mark.parametrize("length", [5000, 200_000])
+def test_a_full_context_has_the_words_of_anthropics_message(length: int) -> None:
+    async def play(it: Open) -> None:
+        async with anthropic_client(it) as client:
+            long: Any = [{"role": "user", "content": "x" * length}]
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                await client.messages.create(model="m", max_tokens=5, messages=long)
+        error = refused.value.body["error"]  # type: ignore[index]
+        assert error["type"] == "invalid_request_error"
+        words = r"prompt is too long[^0-9]*(\d+) tokens? > 3999 maximum"  # as clients read it
+        found = re.match(words, error["message"])
+        assert found and int(found[1]) >= 3999 and "train." not in error["message"]
 
     on_script([], play)
 
@@ -383,6 +421,26 @@ def test_a_response_that_fails_has_its_id_and_what_was_said(texts: list[str], mo
     on_script([], play, streams=True)
 
 
+def image_input(part: dict[str, Any]) -> dict[str, Any]:
+    return {"input": [{"role": "user", "content": [{"type": "input_image", **part}]}]}
+
+
+@pytest.mark.parametrize("choice", [
+    "auto",
+    {"type": "function", "name": "python"},
+    {"type": "allowed_tools", "mode": "auto", "tools": []},
+    {"type": "web_search_preview"},
+], ids=str)  # fmt: skip
+def test_choices_of_a_tool_that_responses_has_are_accepted_and_reported(choice: Any) -> None:
+    async def play(it: Open) -> None:
+        body = {"model": "m", "input": "hi", "tools": [RESPONSES_TOOL], "tool_choice": choice}
+        answer = await post(it.url.removesuffix("/v1"), "/v1/responses", body)
+        assert answer.status_code == 200, answer.text
+        assert ("tool_choice" in answer.headers.get("x-inflight-overridden", "")) == (choice != "auto")
+
+    on_script(["ok"], play)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -390,6 +448,13 @@ def test_a_response_that_fails_has_its_id_and_what_was_said(texts: list[str], mo
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0 has the type 'item_reference'"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
         ({"background": True}, "background"),
+        ({"input": []}, "input has no messages"),
+        ({"max_output_tokens": 0}, "max_output_tokens: Input should be greater than or equal to 1 (got 0)"),
+        ({"tool_choice": {"type": "bogus"}}, "tool_choice: {'type': 'bogus'} is not supported"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice: {'type': 'function'} is not supported"),
+        ({"instructions": "s", **image_input({"image_url": "http://a"})}, "input.0.content.0.image_url cannot be used"),
+        (image_input({"file_id": "x"}), "input.0.content.0.image_url is None, but must be a string with a data URL"),
+        (image_input({"type": "input_text"}), "input.0.content.0.text is None, but must be a string"),
         ({"conversation": "x"}, "conversation"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -12,8 +13,11 @@ from inflight.engines.embedded.tiny import EOS
 from inflight.engines.embedded.tiny_images import IMAGE, TinyImageShape, create_tiny_image_model, tiny_processor
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.answers import Answers
+from inflight.environments.proxy.contents import rendered_message
 from inflight.environments.proxy.episode_service import EpisodeService
-from inflight.environments.proxy.requests import ChatRequest, rendered_message
+from inflight.environments.proxy.messages import MessagesRequest
+from inflight.environments.proxy.requests import ChatRequest
+from inflight.environments.proxy.responses import ResponsesRequest
 from inflight.environments.recording import EpisodeRecording, PlayedEpisode
 from inflight.environments.transcripts import ChatTemplate
 from inflight.errors import InvalidRequestError, UnsupportedError
@@ -106,6 +110,45 @@ def test_the_proxy_takes_parts_with_images_and_refuses_addresses() -> None:
     for wrong in ({"url": "https://example.com/a.png"}, {}, "text"):
         with pytest.raises(InvalidRequestError, match=r"messages\.0\.content\.0\.image_url"):
             rendered_message({"role": "user", "content": [{"type": "image_url", "image_url": wrong}]}, 0)
+
+
+@pytest.mark.anyio
+async def test_a_damaged_image_is_named_by_its_field(template: ChatTemplate) -> None:
+    async def generate(request: GenerateRequest) -> Completion:
+        raise AssertionError("nothing is sampled")
+
+    damaged = "data:image/png;base64,AAAA"
+    head, _, data = picture(RED).partition(",")
+    cut = f"{head},{data[: len(data) // 8 * 4]}"
+    answers = Answers(PlayingEpisode("one", 0, template, generate, SamplingParams(), max_tokens=200))
+
+    def blocks(*urls: str) -> list[dict[str, Any]]:
+        sources = [{"type": "base64", "media_type": "image/png", "data": url.partition(",")[2]} for url in urls]
+        return [{"type": "image", "source": source} for source in sources]
+
+    result = {"type": "tool_result", "tool_use_id": "x", "content": blocks(damaged)}
+    inputs = [{"type": "input_image", "image_url": url} for url in (picture(RED), damaged)]
+    requests: dict[str, ChatRequest] = {
+        "messages.1.content.0.image_url.url": ChatRequest(messages=(shown(picture(RED), "a"), shown(damaged, "b"))),
+        "messages.0.content.1.source": MessagesRequest.model_validate(
+            {"system": "s", "messages": [{"role": "user", "content": blocks(picture(RED), damaged)}]}
+        ).as_chat(),
+        "messages.0.content.0.content.0.source": MessagesRequest.model_validate(
+            {"system": "s", "messages": [{"role": "user", "content": [result]}]}
+        ).as_chat(),
+        "input.0.content.1.image_url": ResponsesRequest.model_validate(
+            {"instructions": "s", "input": [{"role": "user", "content": inputs}]}
+        ).as_chat(lambda _: None),
+    }
+    for field, request in requests.items():
+        with pytest.raises(InvalidRequestError) as refused:
+            await answers.answer(request)
+        assert str(refused.value) == (
+            f"{field} is an image that cannot be decoded: it is not a PNG, JPEG or WebP image. Its data URL has 26 "
+            "characters and begins with 'data:image/png;base64,AAAA': send the whole file in base64"
+        )
+    with pytest.raises(InvalidRequestError, match=r"messages\.0\.content\.0\.image_url\.url is an image.*truncated"):
+        await answers.answer(ChatRequest(messages=(shown(cut, "a"),)))
 
 
 @pytest.mark.anyio

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
@@ -456,11 +457,19 @@ def test_bodies_are_bounded(shared_server: ServerProcess, model_dir: Path) -> No
         ({"messages": []}, ("messages",)),
         ({"messages": [{"content": "x"}]}, ("messages.0.role",)),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, ("image_url",)),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "data:image/png;base64,"}]}]},
+            ("messages.0.content.0.image_url is 'data:image/png;base64,'", "must be an object", "{'url'"),
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, ("messages.0.content.0.text is None",)),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, ("messages.0.content.0 is 'a'", "an object with a type")),
+        ({"tool_choice": {"type": "bogus"}}, ("tool_choice: {'type': 'bogus'} is not supported",)),
+        ({"tool_choice": {"type": "function"}}, ("tool_choice: {'type': 'function'} is not supported",)),
         ({"messages": [{"role": "user", "content": 7}]}, ("messages.0.content",)),
         ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, ("messages.0.tool_calls",)),
         ({"messages": [user("\ud800")]}, ("JSON", "escape")),
         ({"stop": ""}, ("stop",)),
-        ({"max_tokens": 0}, ("max_tokens",)),
+        ({"max_tokens": 0}, ("max_tokens: Input should be greater than or equal to 1 (got 0)",)),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -474,6 +483,7 @@ def test_what_would_change_an_answer_and_is_not_done_is_refused_by_name(
             assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
             for word in words:
                 assert word in error["message"], error
+            assert "pydantic" not in error["message"]
         assert it.episode.error is None
 
     on_script([], play)
@@ -523,6 +533,12 @@ def test_a_full_context_has_the_code_that_agents_know(shared_server: ServerProce
         with pytest.raises(openai.BadRequestError) as refused:
             await it.client.chat.completions.create(model="m", messages=[user("x" * 100)])
         assert refused.value.code == "context_length_exceeded"
+        message = refused.value.body["message"]  # type: ignore[index]
+        assert message.startswith("prompt is too long: 101 tokens > 59 maximum.") and "train." not in message
+        for body in ({"prompt": "x" * 60}, {"prompt": "x" * 3000}):
+            error = (await post(it.url, "/v1/completions", body)).json()["error"]
+            assert error["code"] == "context_length_exceeded"
+            assert re.match(r"prompt is too long: (more than )?\d+ tokens > 59 maximum", error["message"])
         assert it.episode.error is None
         await it.client.chat.completions.create(model="m", messages=[user("x")])
 

@@ -11,9 +11,10 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from inflight.environments.playing import PlayingEpisode
+from inflight.environments.proxy.contents import refuse_damaged_images, rendered_message
 from inflight.environments.proxy.histories import Histories, history_of, identity
 from inflight.environments.proxy.reasoning import OPENS, Reasoning, certain_reply, num_reasoning_tokens, whole_reply
 from inflight.environments.proxy.requests import (
@@ -22,15 +23,16 @@ from inflight.environments.proxy.requests import (
     ProxyGenerateRequest,
     Request,
     RewardRequest,
-    rendered_message,
 )
 from inflight.environments.tools.tool_calls import openai_tool_calls
 from inflight.environments.transcripts import Prompt, ReplyText, Transcript
-from inflight.errors import InvalidRequestError
+from inflight.errors import ContextFullError, InvalidRequestError
 from inflight.http.chat import before_stop
 from inflight.http.streamed_text import StreamedText
 from inflight.types import Message, ToolCall
 from inflight.wire import Completion, CompletionChunk, PromptImage, SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +183,33 @@ class Answers:
             raise InvalidRequestError(f"turn {request.turn!r} is not the id of an answer of this episode")
 
     async def _prepare(self, request: Request) -> _PreparedRequest:
-        """Return a request, rendered and tokenized in a thread; requests are prepared one after another."""
+        """Return a request, rendered and tokenized in a thread. Raises `ContextFullError` if there is no room for an
+        answer.
+        """
+        asked = await self._rendered(lambda: self._asked(request))
+        if len(asked.token_ids) > self._most_in_prompt:
+            raise self._too_long(f"{len(asked.token_ids)}")
+        return asked
+
+    async def _rendered(self, render: Callable[[], T]) -> T:
+        """Return what ``render`` returns in a thread. Requests are rendered one after another."""
         async with self._rendering:
-            return await asyncio.to_thread(self._asked, request)
+            try:
+                return await asyncio.to_thread(render)
+            except ContextFullError as error:
+                raise self._too_long(f"more than {self._most_in_prompt}") from error
+
+    @property
+    def _most_in_prompt(self) -> int:
+        return self.episode.max_tokens - 1
+
+    def _too_long(self, num_tokens: str) -> ContextFullError:
+        # Claude Code and others recognise the beginning, which is that of Anthropic's message.
+        return ContextFullError(
+            f"prompt is too long: {num_tokens} tokens > {self._most_in_prompt} maximum. The context of "
+            f"{self.episode.max_tokens} tokens must also hold at least one token of the answer: shorten the messages, "
+            "or start a new conversation"
+        )
 
     def _asked(self, request: Request) -> _PreparedRequest:
         number = next(self._num_requests)
@@ -242,8 +268,7 @@ class Answers:
 
     async def num_prompt_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens in a request's prompt. Samples and records nothing."""
-        async with self._rendering:
-            _, prompt = await asyncio.to_thread(self._prompt, request)
+        _, prompt = await self._rendered(lambda: self._prompt(request))
         return len(prompt.token_ids)
 
     def _prompt(self, request: ChatRequest) -> tuple[list[bytes], Prompt]:
@@ -263,10 +288,14 @@ class Answers:
                 "the last message is an assistant message that the model did not write: prefilling an answer is not "
                 "supported"
             )
-        if found is None:
-            return history, template.opening(messages, tools, most)
-        transcript, num_known = found
-        return history, template.following(transcript, messages[num_known:], most)
+        try:
+            if found is None:
+                return history, template.opening(messages, tools, most)
+            transcript, num_known = found
+            return history, template.following(transcript, messages[num_known:], most)
+        except InvalidRequestError:
+            refuse_damaged_images(given)
+            raise
 
     def _as_sampled(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a message with its tool calls as they were sampled, because clients rewrite numbers and fields."""

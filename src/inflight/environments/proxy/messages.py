@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from inflight.environments.proxy.answers import Answer, AnswerPiece
+from inflight.environments.proxy.contents import image_part, shown, text_in
 from inflight.environments.proxy.formats import AnswerFormat, error_json, tokens_json
 from inflight.environments.proxy.requests import ChatRequest, ProxyBody, chat_request
 from inflight.errors import InflightError, InvalidRequestError
@@ -45,8 +46,14 @@ class MessagesChat(ChatRequest):
 class ToolChoice(BaseModel):
     """How the model may use tools; a call is never forced."""
 
-    type: str
+    type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> ToolChoice:
+        if self.type == "tool" and not self.name:
+            raise ValueError("tool_choice has the type 'tool', but no name: add the name of the tool")
+        return self
 
 
 class MessagesRequest(ProxyBody):
@@ -151,6 +158,8 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str,
             case {"type": "tool_use", "id": str(call_id), "name": str(called)}:
                 function = {"name": called, "arguments": json.dumps(block.get("input") or {})}
                 calls.append({"id": call_id, "type": "function", "function": function})
+            case {"type": "tool_use"}:
+                raise InvalidRequestError(f"{at} is {shown(block)}, but tool_use needs an id and a name as strings")
             case {"type": "thinking" | "redacted_thinking"}:  # not shown to the model again
                 pass
             case _:
@@ -164,6 +173,11 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str,
         yield {"role": role, "content": text or None, **({"tool_calls": calls} if calls else {})}
     elif parts:
         yield {"role": role, "content": parts}
+    elif all(block.get("type") != "tool_result" for block in content):
+        raise InvalidRequestError(
+            f"{where}.content is {shown(content)}, which shows nothing to the model: send a string, or a list with at "
+            "least one block of text, an image or a tool_result"
+        )
 
 
 def _parts(content: Any, where: str) -> Any:
@@ -175,12 +189,17 @@ def _parts(content: Any, where: str) -> Any:
 
 def _part(block: Any, where: str) -> dict[str, Any]:
     match block:
-        case {"type": "text", "text": str(text)}:
-            return {"type": "text", "text": text}
+        case {"type": "text"}:
+            return {"type": "text", "text": text_in(block, "text", where)}
         case {"type": "image", "source": {"type": "base64", "media_type": str(kind), "data": str(data)}}:
-            return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+            return image_part(f"data:{kind};base64,{data}", f"{where}.source")
         case {"type": "image", "source": {"type": "url", "url": str(url)}}:
-            return {"type": "image_url", "image_url": {"url": url}}
+            return image_part(url, f"{where}.source.url")
+        case {"type": "image"}:
+            raise InvalidRequestError(
+                f"{where}.source is {shown(block.get('source'))}, but must have the type 'base64' with media_type "
+                "and data, or the type 'url' with a data URL: send the image itself, because the proxy fetches nothing"
+            )
     found = block.get("type") if isinstance(block, Mapping) else None
     raise InvalidRequestError(
         f"{where} has the type {str(found)[:80]!r}: only text, image, thinking, tool_use and tool_result are supported"

@@ -11,13 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from inflight.base.validation import describe_problems
-from inflight.environments.proxy.histories import read_arguments
+from inflight.environments.proxy.contents import shown
 from inflight.errors import InvalidRequestError
-from inflight.types import Message
-from inflight.wire import MAX_REWARD, ImageAddress, Items, SamplingParams, StopString, TokenCount, TokenId
+from inflight.wire import MAX_REWARD, Items, SamplingParams, StopString, TokenCount, TokenId
 
 _DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
 """Fields that control how tokens are drawn. The run's settings apply instead."""
@@ -133,6 +132,25 @@ class _OpenAI(Sampled):
     """vLLM's option: add the data that training needs to the answer, in the fields of `inflight.wire.ChatChoice`."""
 
 
+def _known_tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return a choice of a known form. Raises ``ValueError`` for others."""
+    match choice:
+        case (
+            str()
+            | {"type": "function", "function": {"name": str()}}
+            | {"type": "custom", "custom": {"name": str()}}
+            | {"type": "allowed_tools", "allowed_tools": {"tools": [*_]}}
+        ):
+            return choice
+    raise ValueError(
+        f"{shown(choice)} is not supported: send 'auto', 'none' or 'required', or an object such as "
+        "{'type': 'function', 'function': {'name': 'NAME'}}"
+    )
+
+
+ToolChoice = Annotated[Literal["auto", "none", "required"] | dict[str, Any], AfterValidator(_known_tool_choice)]
+
+
 class ChatRequest(_OpenAI):
     """Body of ``/v1/chat/completions``."""
 
@@ -145,7 +163,7 @@ class ChatRequest(_OpenAI):
 
     messages: Items[dict[str, Any]] = Field(min_length=1)
     tools: Items[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
     """A call cannot be forced, because that would change the distribution that tokens are drawn from."""
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
@@ -165,7 +183,7 @@ class ChatRequest(_OpenAI):
     def overridden(self, settings: SamplingParams) -> Iterator[str]:
         yield from super().overridden(settings)
         if self.tool_choice not in (None, "auto", "none"):
-            kind = self.tool_choice if isinstance(self.tool_choice, str) else "function"
+            kind = self.tool_choice if isinstance(self.tool_choice, str) else self.tool_choice["type"]
             yield f"tool_choice={kind} (calls are never forced)"
 
     @property
@@ -239,64 +257,3 @@ class RewardRequest(ProxyBody):
 
     reward: Reward
     turn: str | None = Field(default=None, max_length=256)
-
-
-def rendered_message(message: Mapping[str, Any], number: int) -> Message:
-    """Return a message as chat templates expect it, with call arguments as objects.
-
-    The content is one string, or a list of parts if one of them is an image. Raises an `InvalidRequestError` that
-    states what is wrong with message ``number``.
-    """
-    role = message.get("role")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequestError(f"messages.{number}.role is {role!r}, but must be a string such as 'user'")
-    kept = {name: value for name, value in message.items() if value is not None}
-    kept["role"] = "system" if role == "developer" else role
-    kept["content"] = _content_of(message.get("content"), f"messages.{number}.content")
-    calls = message.get("tool_calls")
-    kept.pop("tool_calls", None)
-    if calls:
-        kept["tool_calls"] = [_rendered_call(call, f"messages.{number}.tool_calls") for call in _listed(calls, number)]
-    return kept
-
-
-def _listed(calls: Any, number: int) -> Sequence[Any]:
-    if not isinstance(calls, list | tuple):
-        raise InvalidRequestError(f"messages.{number}.tool_calls is a {type(calls).__name__}, but must be a list")
-    return calls
-
-
-def _content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
-    """Return one string, or a list of parts if one of them is an image."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{where} is a {type(content).__name__}, but must be a string or a list of parts")
-    parts = [_part_of(part, f"{where}.{index}") for index, part in enumerate(content)]
-    return parts if any("text" not in part for part in parts) else "".join(part["text"] for part in parts)
-
-
-def _part_of(part: Any, where: str) -> dict[str, Any]:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "image_url":
-        try:
-            address = ImageAddress.model_validate({k: v for k, v in part["image_url"].items() if k != "detail"})
-        except (pydantic.ValidationError, KeyError, AttributeError) as error:
-            why = (
-                describe_problems(error)
-                if isinstance(error, pydantic.ValidationError)
-                else (f"it has no field {error}")
-            )
-            raise InvalidRequestError(f"{where}.image_url cannot be used: {why}") from error
-        return {"type": kind, "image_url": {"url": address.url}}
-    text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
-    if not isinstance(text, str):
-        raise InvalidRequestError(f"{where} has the type {str(kind)[:80]!r}: only text and image_url are supported")
-    return {"type": "text", "text": text}
-
-
-def _rendered_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError(f"{where} contains {str(call)[:80]!r}: only function calls are supported")
-    return {**call, "function": {**function, "arguments": read_arguments(function.get("arguments", {}))}}

@@ -6,11 +6,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from inflight.environments.proxy.answers import ChatTurn
+from inflight.environments.proxy.contents import image_part, shown, text_in
 from inflight.environments.proxy.requests import ChatRequest, ProxyBody, chat_request
 from inflight.errors import InvalidRequestError
 from inflight.wire import Items, TokenCount
@@ -23,8 +24,40 @@ _ON_SERVERS = ("code_interpreter", "file_search", "image_generation", "mcp", "to
 _ANSWER = re.compile(r"^(?:msg|fc)_(resp_\d+)")
 """Matches the id of an item of an answer, which contains the id of the answer."""
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+_NEEDED = {
+    "function_call": "call_id, name and arguments as strings",
+    "custom_tool_call": "call_id and name as strings",
+    "local_shell_call": "call_id as a string, and an action with a command",
+    **dict.fromkeys(
+        ("function_call_output", "custom_tool_call_output", "local_shell_call_output"), "call_id as a string"
+    ),
+}
+"""The fields without which an item cannot be converted, by the item's type."""
 FindTurn = Callable[[str], ChatTurn | None]
 """Returns the turn that ended with an answer, by the answer's id."""
+
+
+def _known_tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Return a choice of a known form. Raises ``ValueError`` for others."""
+    match choice:
+        case (
+            str()
+            | {"type": "function" | "custom", "name": str()}
+            | {"type": "allowed_tools", "tools": [*_]}
+            | {"type": "local_shell"}
+        ):
+            return choice
+        case {"type": str(kind)} if kind.startswith(_ON_SERVERS):
+            return choice
+    raise ValueError(
+        f"{shown(choice)} is not supported: send 'auto', 'none' or 'required', or an object with the type 'function' "
+        "or 'custom' and a name, the type 'allowed_tools' and tools, or the type of a predefined tool"
+    )
+
+
+ResponsesToolChoice = Annotated[
+    Literal["auto", "none", "required"] | dict[str, Any], AfterValidator(_known_tool_choice)
+]
 
 
 class ResponsesChat(ChatRequest):
@@ -67,7 +100,7 @@ class ResponsesRequest(ProxyBody):
     input: str | Items[dict[str, Any]]
     instructions: str | None = None
     tools: Items[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: TokenCount | None = None
     metadata: dict[str, Any] | None = None
@@ -89,6 +122,9 @@ class ResponsesRequest(ProxyBody):
         except ValueError as error:
             raise InvalidRequestError("tools or metadata contains a number that is not finite") from error
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        messages = [*system, *self._earlier(find_turn), *self._messages()]
+        if not messages:
+            raise InvalidRequestError("input has no messages: send a string, or a list with at least one message")
         declared = [*declared_tools(self.tools or (), "tools")]
         names = [one.name for one in declared]
         if twice := next((name for name in names if names.count(name) > 1), None):
@@ -99,14 +135,22 @@ class ResponsesRequest(ProxyBody):
             model=self.model,
             previous=self.previous_response_id,
             num_instructions=len(system),
-            messages=[*system, *self._earlier(find_turn), *self._messages()],
+            messages=messages,
             tools=tools or None,
-            tool_choice=self.tool_choice if tools else None,
+            tool_choice=self._tool_choice() if tools else None,
             max_tokens=self.max_output_tokens,
             stream=self.stream,
             temperature=self.temperature,
             top_p=self.top_p,
         )
+
+    def _tool_choice(self) -> Any:
+        match self.tool_choice:
+            case {"type": "allowed_tools"}:
+                return {"type": "allowed_tools", "allowed_tools": self.tool_choice}
+            case {"type": _, **named}:
+                return {"type": "function", "function": {"name": str(named.get("name", ""))}}
+        return self.tool_choice
 
     def _earlier(self, find_turn: FindTurn) -> Sequence[Mapping[str, Any]]:
         """Return the messages up to and including the answer that the request continues from."""
@@ -166,6 +210,8 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
         case {"role": "user" | "system" | "developer" as role}:
             return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
     kind = item.get("type")
+    if isinstance(kind, str) and kind in _NEEDED:
+        raise InvalidRequestError(f"{where} is {shown(item)}, but the type {kind!r} needs {_NEEDED[kind]}")
     raise InvalidRequestError(
         f"{where} has the type {str(kind)[:80]!r}: only messages, reasoning, and the calls and outputs of functions, "
         "custom tools and the local shell are supported"
@@ -187,15 +233,19 @@ def _content(content: Any, where: str) -> Any:
 
 def _part(part: Any, where: str) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "input_image" and isinstance(part.get("image_url"), str):
-        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
-    text = part.get(_PARTS[kind]) if isinstance(kind, str) and kind in _PARTS else None
-    if not isinstance(text, str):
+    if kind == "input_image":
+        if not isinstance(part.get("image_url"), str):
+            raise InvalidRequestError(
+                f"{where}.image_url is {shown(part.get('image_url'))}, but must be a string with a data URL: send "
+                "the image itself, because the proxy stores no files"
+            )
+        return image_part(part["image_url"], f"{where}.image_url")
+    if not isinstance(kind, str) or kind not in _PARTS:
         raise InvalidRequestError(
             f"{where} has the type {str(kind)[:80]!r}: only text, refusals, and input_image with an image_url are "
             "supported"
         )
-    return {"type": "text", "text": text}
+    return {"type": "text", "text": text_in(part, _PARTS[kind], where)}
 
 
 def _answer_of(item: Mapping[str, Any]) -> str | None:
