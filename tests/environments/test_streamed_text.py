@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from inflight.engines.embedded.tiny import byte_tokenizer
-from inflight.environments.proxy.reasoning import Reasoning, certain_reply, whole_reply
+from inflight.environments.tools.reasoning import Reasoning, certain_reply, whole_reply
 from inflight.environments.tools.tool_calls import before_calls, split_tool_calls
 from inflight.environments.transcripts import ChatTemplate
 from inflight.http.chat import before_stop

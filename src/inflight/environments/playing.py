@@ -14,6 +14,7 @@ from inflight.contracts import Conversation, Environment, Episode
 from inflight.environments.play_loop import BlockedError, OverdueError, PlayLoop
 from inflight.environments.recording import EpisodeRecording, PlayedEpisode, completion_of
 from inflight.environments.role_urls import RoleUrls
+from inflight.environments.tools.reasoning import opens_reasoning
 from inflight.environments.transcripts import ChatTemplate, Prompt, Transcript
 from inflight.errors import ContextFullError, InvalidRequestError, UnsupportedError
 from inflight.types import Message, Reply, TaskItem, Tool
@@ -254,7 +255,8 @@ class PlayedConversation(Conversation):
         self.episode.num_rewritten += prompt.rewritten is not None
         template = self.episode.template
         self._last = number
-        reply_text = template.decode_reply(completion.token_ids, completion.finish_reason)
+        is_open = opens_reasoning(prompt.text)
+        reply_text = template.decode_reply(completion.token_ids, completion.finish_reason, is_open=is_open)
         self.transcript = template.transcript(prompt, completion.token_ids, completion.finish_reason, reply_text)
         return Reply(
             text=reply_text.text,

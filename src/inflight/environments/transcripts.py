@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.environments.tools.tool_calls import split_tool_calls
+from inflight.environments.tools.reasoning import opens_reasoning, whole_reply
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.model.images import ImageProcessor, as_parts, image_urls_of, refuse_images, text_of
 from inflight.model.long_texts import tokenise
@@ -110,13 +110,16 @@ class ChatTemplate:
         added, images = self._placed(added, messages, start=len(before.token_ids))
         return Prompt(everything, before.tools, text, before.token_ids + added, before.images + images)
 
-    def decode_reply(self, token_ids: Sequence[int], finish_reason: str) -> ReplyText:
-        """Return the text of sampled tokens."""
+    def decode_reply(self, token_ids: Sequence[int], finish_reason: str, *, is_open: bool = False) -> ReplyText:
+        """Return the text of sampled tokens, and the tool calls after any reasoning.
+
+        ``is_open`` states that the prompt already ends with the tag that opens the reasoning.
+        """
         is_ended = self.is_ended(token_ids, finish_reason)
         spoken = list(token_ids[:-1] if is_ended else token_ids)
         raw = self._decoded(spoken)
         plain = raw if self._special_ids.isdisjoint(spoken) else self.plain(spoken)
-        text, calls = split_tool_calls(plain)
+        _, text, calls = whole_reply(plain, "kept", is_open=is_open, may_call=True)
         return ReplyText(raw, plain, text, calls)
 
     def plain(self, token_ids: Sequence[int]) -> str:
@@ -145,7 +148,7 @@ class ChatTemplate:
         self, prompt: Prompt, token_ids: Sequence[int], finish_reason: str, reply_text: ReplyText | None = None
     ) -> Transcript:
         """Return the conversation after a reply to a prompt. Pass ``reply_text`` if it is already decoded."""
-        reply_text = reply_text or self.decode_reply(token_ids, finish_reason)
+        reply_text = reply_text or self.decode_reply(token_ids, finish_reason, is_open=opens_reasoning(prompt.text))
         return Transcript(
             messages=(*prompt.messages, {"role": "assistant", "content": reply_text.raw}),
             tools=prompt.tools,

@@ -16,13 +16,19 @@ from typing import Any, Literal, TypeVar
 from inflight.environments.playing import PlayingEpisode
 from inflight.environments.proxy.contents import refuse_damaged_images, rendered_message
 from inflight.environments.proxy.histories import Histories, history_of, identity
-from inflight.environments.proxy.reasoning import OPENS, Reasoning, certain_reply, num_reasoning_tokens, whole_reply
 from inflight.environments.proxy.requests import (
     ChatRequest,
     CompletionRequest,
     ProxyGenerateRequest,
     Request,
     RewardRequest,
+)
+from inflight.environments.tools.reasoning import (
+    Reasoning,
+    certain_reply,
+    num_reasoning_tokens,
+    opens_reasoning,
+    whole_reply,
 )
 from inflight.environments.tools.tool_calls import openai_tool_calls
 from inflight.environments.transcripts import Prompt, ReplyText, Transcript
@@ -224,7 +230,7 @@ class Answers:
                     lambda answer, reply_text: self._note_chat(request, history, prompt, answer, reply_text),
                     prompt.images,
                     "split" if request.is_converted else "kept",
-                    prompt.text.rstrip().endswith(OPENS),
+                    opens_reasoning(prompt.text),
                     (request.model or "") if request.is_converted else "",
                     bool(request.tools),
                 )

@@ -15,6 +15,11 @@ Reasoning = Literal["kept", "split"]
 """``kept``: reasoning stays in the text, with its tags. ``split``: it is returned separately."""
 
 
+def opens_reasoning(prompt: str) -> bool:
+    """Return whether a rendered prompt ends with the tag that opens the reasoning."""
+    return prompt.rstrip().endswith(OPENS)
+
+
 def split_reasoning(text: str, *, is_open: bool, is_whole: bool) -> tuple[str, str]:
     """Return the reasoning at the beginning of a reply, and the text after it.
 
