@@ -90,6 +90,7 @@ def test_what_is_read_is_what_was_recorded(finished: Path) -> None:
     seen, steps = records.observations, [*read_steps(finished / "record")]
     assert len(seen) == sum(sum(sample.loss_mask) for step in steps for sample in step.samples)
     assert (records.num_stale, records.num_unusable, records.settings.dtype) == (0, 0, "float32")
+    assert records.settings.mode == "conventional"
     assert {*seen.temperature_N.tolist()} == {TEMPERATURE}
     assert {*seen.version_N.tolist()} == {*range(8)} == {*records.settings.learning_rates}
     assert {seen.endpoints[i] for i in seen.endpoint_N} == {it.endpoint for step in steps for it in step.groups}
@@ -212,6 +213,25 @@ def test_a_boundary_is_a_change_of_version_within_a_turn(
     assert records.num_stale == sum(end - start for start, end, version in spans if version < 3)
     assert {*records.observations.endpoint_N.tolist()} == {-1}
     assert {*records.observations.difference_N.tolist()} == {-0.5}
+
+
+def test_damaged_records_have_status_2(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damaged records are neither healthy nor absent."""
+
+    def refusal(directory: Path) -> str:
+        assert main(["doctor", str(directory)]) == 2
+        return capsys.readouterr().err
+
+    record = copied / "record"
+    (record / "step-000008.safetensors").unlink()
+    assert "it ends at version 7, but the run ended at version 8" in refusal(copied)
+    (record / "manifest.json").unlink()
+    assert "is damaged: it has 7 recorded steps but no manifest.json" in refusal(copied)
+    assert "is damaged" in refusal(record)
+    shutil.rmtree(record)
+    for damaged in ('{"updates": {"in_flight": "later"}}', '{"run": 3}', "[]"):
+        (copied / "config.json").write_text(damaged)
+        assert "does not contain the configuration of a run" in refusal(copied)
 
 
 def test_directories_without_a_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

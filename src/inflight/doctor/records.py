@@ -18,7 +18,7 @@ import numpy.typing as npt
 from inflight.errors import ConfigError
 from inflight.observe.trace.files import read_events
 from inflight.observe.trace.files import read_steps as read_rows
-from inflight.observe.trace.records import MANIFEST, RECORD, read_manifest, read_steps
+from inflight.observe.trace.records import MANIFEST, RECORD, read_manifest, read_steps, step_files, versions_of
 from inflight.observe.trace.steps import RecordedStep
 from inflight.types import Rollout
 from inflight.wire import InFlightPolicy
@@ -85,6 +85,8 @@ class RunSettings:
     """The treatment of running requests at updates; None if unknown."""
     learning_rates: Mapping[int, float]
     """The learning rate of each step, by the version that the step starts from; empty if unknown."""
+    mode: str | None = None
+    """The run's ``run.mode``, ``pipeline`` or ``conventional``; None if unknown."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,11 +130,17 @@ class StepRecords:
 def read_differences(directory: Path) -> TokenRecords | StepRecords:
     """Return the differences recorded in a run directory, or in a record outside one.
 
-    Raises `ConfigError` if the directory is not that of a run or a record, or if the record lacks logprobs.
+    Raises `ConfigError` if the directory is not that of a run or a record, if the record lacks logprobs, or if files
+    are damaged or missing.
     """
     for record in (directory / RECORD, directory):
         if (record / MANIFEST).is_file():
             return _read_record(record)
+        if steps := step_files(record):
+            raise ConfigError(
+                f"the record {str(record)!r} is damaged: it has {len(steps)} recorded steps but no {MANIFEST}. Copy it "
+                "again; or, to examine only the metrics of the run's steps, remove the record"
+            )
     if not (directory / "config.json").is_file():
         raise ConfigError(
             f"{str(directory)!r} contains neither a run nor a record: specify the directory of a run, which contains "
@@ -151,6 +159,12 @@ def _read_record(record: Path) -> TokenRecords:
         raise ConfigError(
             f"the record {str(record)!r} has no behaviour logprobs, because {manifest.source} did not store them"
         )
+    versions = versions_of(record)
+    if manifest.final_version is not None and versions and versions[-1] < manifest.final_version:
+        raise ConfigError(
+            f"the record {str(record)!r} is damaged: it ends at version {versions[-1]}, but the run ended at version "
+            f"{manifest.final_version}. Copy the files of its last steps again"
+        )
     reader, learning_rates = _TokenReader(), {}
     for step in read_steps(record):
         if step.trainer_logprobs is None:
@@ -161,9 +175,8 @@ def _read_record(record: Path) -> TokenRecords:
         if step.outcome is not None:
             learning_rates[step.version] = step.outcome.learning_rate
         reader.add(step)
-    return TokenRecords(
-        _settings_of(manifest.config, learning_rates), reader.observations(), reader.num_stale, reader.num_unusable
-    )
+    settings = _settings_of(manifest.config, learning_rates, record / MANIFEST)
+    return TokenRecords(settings, reader.observations(), reader.num_stale, reader.num_unusable)
 
 
 class _TokenReader:
@@ -246,7 +259,8 @@ def _read_metrics(directory: Path) -> StepRecords:
         num_tokens = num_sampled.get(version, 0)
         if row.get("max_lag") == 0 and "mismatch_k3" in row and num_tokens > 0:
             steps.append(StepAggregate(version, num_tokens, row["mismatch_k1"], row["mismatch_k3"]))
-    return StepRecords(_settings_of(config, learning_rates), tuple(steps), num_rows - len(steps))
+    settings = _settings_of(config, learning_rates, directory / "config.json")
+    return StepRecords(settings, tuple(steps), num_rows - len(steps))
 
 
 def _num_sampled_tokens(directory: Path) -> dict[int, int]:
@@ -261,9 +275,16 @@ def _num_sampled_tokens(directory: Path) -> dict[int, int]:
     return num_tokens
 
 
-def _settings_of(config: Mapping[str, Any] | None, learning_rates: Mapping[int, float]) -> RunSettings:
-    """Return the settings of a run. Its configuration need only contain the fields that were set."""
+def _settings_of(config: Mapping[str, Any] | None, learning_rates: Mapping[int, float], file: Path) -> RunSettings:
+    """Return the settings of a run. Its configuration in ``file`` need only contain the fields that were set.
+
+    Raises `ConfigError` if it is damaged.
+    """
     if config is None:
         return RunSettings("float32", None, learning_rates)
-    policy = config.get("updates", {}).get("in_flight", InFlightPolicy.KEEP)
-    return RunSettings(config.get("model", {}).get("dtype", "float32"), InFlightPolicy(policy), learning_rates)
+    try:
+        policy = InFlightPolicy(config.get("updates", {}).get("in_flight", InFlightPolicy.KEEP))
+        dtype, mode = config.get("model", {}).get("dtype", "float32"), config.get("run", {}).get("mode", "pipeline")
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(f"{str(file)!r} does not contain the configuration of a run: {error}") from error
+    return RunSettings(dtype, policy, learning_rates, mode)

@@ -45,6 +45,8 @@ _ALL_FROM_ONE = 8
 _NO_LEARNING = 1e-12
 """Weights do not change at learning rates below this. A run requires a rate above 0."""
 _MORE = "Lag 0 is rare while sampling and training overlap; with run.mode = 'conventional', every token has lag 0."
+_LONGER = "Record more steps: increase run.num_steps."
+"""The advice for a run that already has ``run.mode = 'conventional'``."""
 
 EXPERIMENTS = {
     "X0": "compute in float32 on both sides, with the same weights: numerical differences vanish, faults do not",
@@ -107,6 +109,7 @@ def _diagnose_tokens(records: TokenRecords) -> Diagnosis:
     seen, settings = records.observations, records.settings
     seen = seen.select(np.lexsort([getattr(seen, name) for name in COLUMNS]))  # the order in which sums are made
     limits, notes = Limits.of(settings.dtype), []
+    more = _LONGER if settings.mode == "conventional" else _MORE
     if records.num_stale:
         notes.append(f"{records.num_stale:,} tokens at a lag above 0 are omitted.")
     parts, findings = _parts_of(seen), [*_unusable(records)]
@@ -122,7 +125,7 @@ def _diagnose_tokens(records: TokenRecords) -> Diagnosis:
     if len(seen) < MIN_TOKENS:
         notes.append(
             f"{len(seen)} tokens at lag 0 without a preceding span boundary are too few: {MIN_TOKENS} are needed. "
-            + _MORE
+            + more
         )
         return Diagnosis("too little data", parts, tuple(findings), tuple(notes))
     if (apart := _by_endpoint(seen, limits)) is not None:
@@ -145,7 +148,7 @@ def _diagnose_tokens(records: TokenRecords) -> Diagnosis:
             )
     num_later = int((seen.version_N > 0).sum())
     if _verdict_of(findings) == "no drift" and num_later < MIN_TOKENS:
-        notes.append(f"Before the first update both sides agree, but {num_later} later tokens are too few. {_MORE}")
+        notes.append(f"Before the first update both sides agree, but {num_later} later tokens are too few. {more}")
         return Diagnosis("too little data", parts, tuple(findings), tuple(notes))
     return Diagnosis(_verdict_of(findings), parts, tuple(findings), tuple(notes))
 
