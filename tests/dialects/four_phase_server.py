@@ -8,6 +8,8 @@ from typing import Any
 from inflight import cli
 from inflight.dialects.directory_updates import DirectoryUpdates
 from inflight.dialects.vllm import messages
+from inflight.errors import ConfigError
+from inflight.weights.send.stored import AdapterWeights, _StoredWeights
 
 real_load, real_spans = DirectoryUpdates.load, messages.weight_versions_of
 
@@ -29,7 +31,21 @@ def one_span(spans: Any, label_of: Any) -> Any:
     return [found[-1] | {"start": 0}] if found else found
 
 
+def lose_files() -> None:
+    """Fail to read each directory named ``lost``, and each LoRA, once it has been checked."""
+    real = _StoredWeights.gather_weights
+
+    def gather(self: Any, buckets: Any) -> Any:
+        for number, bucket in enumerate(real(self, buckets)):
+            yield bucket
+            if isinstance(self, AdapterWeights) or "lost" in str(next(iter(self._stored.values())).file):
+                raise ConfigError(f"the file after bucket {number} is gone")
+
+    _StoredWeights.gather_weights = gather  # type: ignore[method-assign]
+
+
 FAULTS = {
+    "lost-file": lose_files,
     "lost-update": lambda: setattr(DirectoryUpdates, "load", load_nothing),
     "no-pause": lambda: setattr(DirectoryUpdates, "pause", pause_nothing),
     "scalar-version": lambda: setattr(messages, "weight_versions_of", one_span),

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from inflight.base.requirements import require
 from inflight.base.tasks import TaskOwner
 from inflight.base.threads import run_abandonable
-from inflight.errors import ConfigError, InvalidRequestError, PublishError
+from inflight.dialects.update_files import Stamp, check_adapter, check_files, directory_below
+from inflight.errors import ConfigError, InflightError, InvalidRequestError, PublishError
 from inflight.model.checkpoint_specs import checkpoint_of
 from inflight.types import PublishReport
 from inflight.weights.encode.buckets import DEFAULT_BUCKET_BYTES
@@ -27,25 +28,25 @@ from inflight.weights.send.gathering import weight_update_of
 from inflight.weights.send.open_publish import OpenPublish
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.send.stored import AdapterWeights, CheckpointWeights
-from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
+from inflight.wire import EndpointState, InFlightPolicy, Needs, WeightUpdate
 
 T = TypeVar("T")
 
 INITIAL_LABEL = "default"
 """The label that vLLM and SGLang report for the weights with which a server was started."""
 _NUM_LABELS = 4096
+_UNREADABLE = (OSError, ValueError, RecursionError)
+"""What reading damaged files may raise besides `ConfigError`, such as for a header with odd names or shapes."""
 _LEASE_SLACK_S = 5.0
-_STAMPED = ("*.safetensors", "*.json")
-Stamp = tuple[str, tuple[tuple[str, int, int], ...]]
 
 
 class DirectoryUpdates:
     """Updates the endpoints to which ``publisher`` is connected, one update at a time. Belongs to one event loop.
 
-    Only directories below ``root`` are read. ``model_dir`` is the checkpoint that the endpoints were started with. If
-    no call follows a pause, it ends after ``lease_s`` seconds. An update may take ``timeout_s`` seconds. ``note``
-    receives a line for each update, and for each pause whose lease has expired. Raises `ConfigError` if the endpoints'
-    models differ or the checkpoint cannot be read.
+    Only files below ``root`` are read. ``model_dir`` is the checkpoint that the endpoints were started with. A pause
+    ends ``lease_s`` seconds after the last call that pauses, updates or renews the lease. An update may take
+    ``timeout_s`` seconds. ``note`` receives a line for each update, and for each pause whose lease has expired. Raises
+    `ConfigError` if the endpoints' models differ or the checkpoint cannot be read.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class DirectoryUpdates:
         self._model = CheckpointWeights(model_dir, self.dtype, specs)
         self._publisher = publisher
         self._root = root.resolve()
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self.timeout_s = timeout_s
         self._note = note
         self._lock = asyncio.Lock()
@@ -105,9 +106,10 @@ class DirectoryUpdates:
 
         While sampling is paused, the tokens already sampled with the version keep their label.
         """
-        self._relabelled = (version, label)
         if self.pause_policy is None:
             self._label(version, label)
+        else:
+            self._relabelled = (version, label)
 
     @property
     def serves_adapter(self) -> bool:
@@ -132,7 +134,13 @@ class DirectoryUpdates:
                 self._paused = self._open(in_flight)
 
         await self._alone(begin)
-        self._start_lease()
+        self.renew()
+
+    def renew(self) -> None:
+        """Renew the lease of a pause, if there is one."""
+        self._leases.cancel()
+        if self._paused is not None:
+            self._leases.start(self._expire(self._paused[0]))
 
     async def resume(self) -> None:
         """End a pause, even one that is still waiting for requests; the endpoints keep serving their weights."""
@@ -148,43 +156,17 @@ class DirectoryUpdates:
         A repeated call for a directory that is already served and has not changed only sets the label and ends any
         pause. ``in_flight`` applies unless sampling is paused. Raises `InvalidRequestError`, without changing anything,
         for a directory that is not below the root or cannot be used. Raises `PublishError` if an endpoint did not apply
-        the update.
+        the update. After an error, sampling stays paused if it was paused.
         """
-        directory = self._directory(path)
-        return await self._alone(lambda: self._load(directory, label, in_flight))
+        return await self._update(lambda: self._load(path, label, in_flight))
 
     async def load_adapter(self, path: str, *, label: str) -> int:
         """Serve the LoRA of a directory instead of any earlier LoRA, and return its version.
 
-        Raises the same errors as `load`. If sampling is paused, the pause ends for the update and begins again after
-        it.
+        Raises the same errors as `load`, and `UnsupportedError` if an endpoint does not support LoRA. If sampling is
+        paused, the pause ends for the update and begins again after it.
         """
-        directory = self._directory(path)
-
-        def send() -> int:
-            with _refused():
-                weights = AdapterWeights(directory, self.dtype)
-                weights.check_values()
-            policy = self.pause_policy
-            self._end_pause("a LoRA is loaded")
-            version = self._next_version()
-            self._label(version, label)
-            publish_weights(
-                weights,
-                self._publisher,
-                in_flight=policy or InFlightPolicy.KEEP,
-                deadline_s=self.timeout_s,
-                version=version,
-            )
-            self._serves_adapter, self._applied = True, None
-            if policy is not None:
-                self._paused = self._open(policy)
-            return version
-
-        version = await self._alone(send)
-        self._start_lease()
-        self._note(f"version {version} is served: the LoRA {label!r} from {directory}")
-        return version
+        return await self._update(lambda: self._load_adapter(path, label))
 
     async def aclose(self) -> None:
         """End any pause."""
@@ -194,34 +176,69 @@ class DirectoryUpdates:
 
     # ------------------------------------------------------------------------------------- in a thread, one at a time
 
-    def _load(self, directory: Path, label: str | None, in_flight: InFlightPolicy) -> int:
-        stamp = _stamp_of(directory)
+    def _load(self, path: str, label: str | None, in_flight: InFlightPolicy) -> int:
+        directory = directory_below(self._root, path)
+        stamp = check_files(directory, self._root)
         if self._applied is not None and self._applied[0] == stamp and self._is_served(self._applied[1]):
             version = self._applied[1]
             self._label(version, label)
             self._end_pause("the weights of the directory are already served")
             return version
-        with _refused():
+        with _refused(*_UNREADABLE):
             weights = CheckpointWeights(directory, self.dtype, self._model.parameter_specs())
             weights.check_values()
         if self.pause_policy is None:
             version = self._next_version()
-            self._label(version, label)  # before a token can carry it
-            publish_weights(weights, self._publisher, in_flight=in_flight, deadline_s=self.timeout_s, version=version)
+            with self._labelled(version, label), _refused():
+                publish_weights(
+                    weights, self._publisher, in_flight=in_flight, deadline_s=self.timeout_s, version=version
+                )
         else:
             assert self._paused is not None
-            (opened, update), self._paused = self._paused, None
-            version = update.version
-            self._label(version, label)
-            report = opened.send(weights.gather_weights(update.buckets))
-            _require(report)
+            with self._still_paused():
+                (opened, update), self._paused = self._paused, None
+                version = update.version
+                with self._labelled(version, label), _refused():
+                    _require(opened.send(weights.gather_weights(update.buckets)))
         self._serves_adapter, self._applied = False, (stamp, version)
         self._note(f"version {version} is served, from {directory}")
         return version
 
+    def _load_adapter(self, path: str, label: str) -> int:
+        directory = directory_below(self._root, path)
+        check_files(directory, self._root)
+        policy = self.pause_policy
+        in_flight = policy or InFlightPolicy.KEEP
+        with _refused(*_UNREADABLE):
+            weights = AdapterWeights(directory, self.dtype)
+            update = weight_update_of(
+                weights,
+                run_id=self._publisher.run_id,
+                incarnation=self._publisher.incarnation,
+                bucket_bytes=DEFAULT_BUCKET_BYTES,
+                deadline_s=self.timeout_s,
+                in_flight=in_flight,
+            )
+            check_adapter(directory, update.manifest, self._model.parameter_specs())
+            weights.check_values()
+        for endpoint, can in self._publisher.endpoints.items():
+            require(can, Needs.of_update(update), endpoint.name)
+        with self._still_paused():
+            self._end_pause("a LoRA is loaded")
+            version = self._next_version()
+            with self._labelled(version, label), _refused():
+                publish_weights(
+                    weights, self._publisher, in_flight=in_flight, deadline_s=self.timeout_s, version=version
+                )
+        self._serves_adapter, self._applied = True, None
+        self._note(f"version {version} is served: the LoRA {label!r} from {directory}")
+        if policy is not None:
+            self._paused = self._open(policy)
+        return version
+
     def _open(self, in_flight: InFlightPolicy) -> tuple[OpenPublish, WeightUpdate]:
         """Begin a publish of the model's tensors, and return once sampling is paused."""
-        deadline_s = self._lease_s + self.timeout_s
+        deadline_s = self.lease_s + self.timeout_s
         update = weight_update_of(
             self._model,
             run_id=self._publisher.run_id,
@@ -230,7 +247,7 @@ class DirectoryUpdates:
             deadline_s=deadline_s,
             in_flight=in_flight,
             version=self._next_version(),
-        ).model_copy(update={"deadline_s": self.timeout_s, "lease_s": self._lease_s + _LEASE_SLACK_S})
+        ).model_copy(update={"deadline_s": self.timeout_s, "lease_s": self.lease_s + _LEASE_SLACK_S})
         endpoints = self._publisher.endpoints
         opened = self._publisher.open(endpoints, update, deadline_s=deadline_s, num_needed=len(endpoints), staged=False)
         self._opening = opened
@@ -239,6 +256,20 @@ class DirectoryUpdates:
         finally:
             self._opening = None
         return opened, update
+
+    @contextlib.contextmanager
+    def _still_paused(self) -> Iterator[None]:
+        """If the body fails, pause sampling again if it was paused before."""
+        policy = self.pause_policy
+        try:
+            yield
+        except Exception:
+            if policy is not None and self.pause_policy is None:
+                try:
+                    self._paused = self._open(policy)
+                except InflightError as error:
+                    self._note(f"sampling could not be paused again after an update that failed: {error}")
+            raise
 
     def _end_pause(self, why: str) -> None:
         paused, self._paused = self._paused, None
@@ -256,8 +287,25 @@ class DirectoryUpdates:
             for it in served
         )
 
+    @contextlib.contextmanager
+    def _labelled(self, version: int, label: str | None) -> Iterator[None]:
+        """Label a version before a token can carry it. The label, and any earlier one, is removed if the body fails."""
+        self._unlabel(version)
+        self._label(version, label)
+        try:
+            yield
+        except BaseException:
+            self._unlabel(version)
+            raise
+
+    def _unlabel(self, version: int) -> None:
+        self._labels.pop(version, None)
+        if self._relabelled is not None and self._relabelled[0] == version:
+            self._relabelled = None
+
     def _label(self, version: int, label: str | None) -> None:
         if label is not None:
+            self._unlabel(version)
             self._labels[version] = label
             while len(self._labels) > _NUM_LABELS:
                 self._labels.popitem(last=False)
@@ -273,50 +321,33 @@ class DirectoryUpdates:
 
         return await asyncio.shield(self._calls.start(run()))
 
-    def _start_lease(self) -> None:
-        """Renew the lease of a pause, if there is one."""
+    async def _update(self, call: Callable[[], T]) -> T:
+        """Run an update, during which the lease of a pause does not expire, and renew the lease after it."""
         self._leases.cancel()
-        if self._paused is not None:
-            self._leases.start(self._expire(self._paused[0]))
+        try:
+            return await self._alone(call)
+        finally:
+            self.renew()
 
     async def _expire(self, opened: OpenPublish) -> None:
-        await asyncio.sleep(self._lease_s)
+        await asyncio.sleep(self.lease_s)
 
         def end() -> None:
             if self._paused is not None and self._paused[0] is opened:
-                why = f"no call followed the pause within its lease of {self._lease_s:g} s"
+                why = f"no call renewed the pause within its lease of {self.lease_s:g} s"
                 self._end_pause(why)
                 self._note(f"sampling was resumed: {why}")
 
         await self._alone(end)
 
-    def _directory(self, path: str) -> Path:
-        try:
-            directory = (self._root / path).resolve(strict=True)
-        except (OSError, ValueError) as error:
-            raise InvalidRequestError(f"{path!r} cannot be read by this process: {error}") from error
-        if not directory.is_relative_to(self._root) or not directory.is_dir():
-            raise InvalidRequestError(
-                f"{path!r} is not a directory below {str(self._root)!r}, the only place from which this server reads "
-                "updates (its --directory); symbolic links are followed"
-            )
-        return directory
-
 
 @contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Convert a problem with a directory into an error for the request that named the directory."""
+def _refused(*others: type[Exception]) -> Iterator[None]:
+    """Convert a `ConfigError`, or one of ``others``, into an error for the request that named a directory."""
     try:
         yield
-    except ConfigError as error:
+    except (ConfigError, *others) as error:
         raise InvalidRequestError(str(error)) from error
-
-
-def _stamp_of(directory: Path) -> Stamp:
-    """Return a value that changes when the directory is rewritten."""
-    files = sorted({file for pattern in _STAMPED for file in directory.glob(pattern)})
-    stats = [(file.name, os.stat(file)) for file in files]
-    return str(directory), tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _require(report: PublishReport) -> None:

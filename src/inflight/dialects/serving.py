@@ -104,7 +104,11 @@ class DialectRoutes:
             response.status_code = error.status_code
             return response
 
-        handlers: dict[Any, Any] = {HTTPException: answer_refusal}
+        async def answer_failure(request: Request, error: Exception) -> Response:
+            problem = f"{request.url.path} failed: {type(error).__name__}: {error}"
+            return self._answer_error(InflightError(problem))
+
+        handlers: dict[Any, Any] = {HTTPException: answer_refusal, Exception: answer_failure}
         app = Starlette(routes=self._routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
         return app
