@@ -327,8 +327,15 @@ def test_completions_and_prompt_logprobs_are_those_of_the_endpoint(
         {"stream": True},
         {"guided_json": {}},
         {"prompt": ["a", "b"]},
+        {"logprobs": 2},
+        {"logprobs": -1},
+        {"top_k": -2},
     ):
         assert next(iter(odd)) in client.post("/v1/completions", body | odd, status=400)["error"]["message"]
+    for number in (-1, 2):
+        sampling = {"max_tokens": 1, "logprobs": number}
+        refused = client.post("/inference/v1/generate", {"token_ids": [1], "sampling_params": sampling}, status=400)
+        assert "logprobs" in refused["error"]["message"]
 
 
 def adapter_of(model: Path, directory: Path, factor: float) -> str:
@@ -368,6 +375,13 @@ def test_adapters_are_served_under_their_names(
     assert client.sample(model="policy-v1")["weight_versions"][0]["version"] == "policy-v2"
     client.post("/v1/unload_lora_adapter", {"lora_name": "policy-v1"})
     assert [card["id"] for card in client.get("/v1/models")["data"]] == ["tiny", "policy-v2"]
+    again = first | {"lora_name": "policy-v2", "load_inplace": True}
+    client.post("/v1/load_lora_adapter", again)
+    assert logprobs(server) != pytest.approx(before, abs=1e-3)
+    assert [card["id"] for card in client.get("/v1/models")["data"]] == ["tiny", "policy-v2"]
+    assert (
+        "base model" in client.post("/load_lora_adapter", again | {"lora_name": "tiny"}, status=400)["error"]["message"]
+    )
 
 
 def test_sglang_updates_from_disk(start: Start, braked: BrakedServer, model_dir: Path, tmp_path: Path) -> None:

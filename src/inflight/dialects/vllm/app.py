@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -167,7 +168,7 @@ def _add_updates(
     adapters: dict[str, int],
 ) -> None:
     """Add the routes that change or report what the endpoints serve and whether they are paused."""
-    phase = _Phase()
+    phase = _Phase(updates.lease_s)
     adapter_lock = asyncio.Lock()
 
     async def pause(request: Request) -> Response:
@@ -185,6 +186,7 @@ def _add_updates(
 
     async def start_update(_: Request) -> Response:
         phase.start()
+        updates.renew()
         return ok(status="started")
 
     async def update(request: Request) -> Response:
@@ -192,6 +194,7 @@ def _add_updates(
         if body.update_info is not None:
             directory = _directory_of(body.update_info)
             phase.add(directory)
+            updates.renew()
             return ok(status="received")
         if body.weight_dir is None:
             raise InvalidRequestError(f"/update_weights needs weight_dir, the directory of a checkpoint: {_NCCL}")
@@ -222,11 +225,14 @@ def _add_updates(
     async def load_adapter(request: Request) -> Response:
         body = await message_in(request, AdapterBody)
         async with adapter_lock:
-            if body.lora_name in adapters or body.lora_name == (await pool.capabilities()).model:
+            if body.lora_name == (await pool.capabilities()).model:
+                raise InvalidRequestError(f"{body.lora_name!r} is already served as the base model; use another name")
+            if body.lora_name in adapters and not body.load_inplace:
                 raise InvalidRequestError(
-                    f"adapter {body.lora_name!r} is already served; unload it first, or use another name"
+                    f"adapter {body.lora_name!r} is already served; unload it first, set load_inplace, or use another "
+                    "name"
                 )
-            if len(adapters) >= _MAX_ADAPTERS:
+            if body.lora_name not in adapters and len(adapters) >= _MAX_ADAPTERS:
                 raise InvalidRequestError(
                     f"{_MAX_ADAPTERS} adapters, the maximum, are already loaded; unload some of them"
                 )
@@ -276,31 +282,54 @@ def _add_updates(
 
 
 class _Phase:
-    """The state of an update in four phases: a start, any number of announcements, and a finish."""
+    """The state of an update in four phases: a start, any number of announcements, and a finish.
 
-    def __init__(self) -> None:
+    An update that has been started ends ``lease_s`` seconds after its last call, because its client may have died.
+    """
+
+    def __init__(self, lease_s: float) -> None:
+        self._lease_s = lease_s
         self._directory: str | None = None
-        self._is_open = False
+        self._expires_at: float | None = None
+
+    @property
+    def _is_open(self) -> bool:
+        return self._expires_at is not None and time.monotonic() < self._expires_at
 
     def start(self) -> None:
         if self._is_open:
-            raise BusyError("a weight update has already been started; finish it first")
-        self._is_open, self._directory = True, None
+            raise BusyError(
+                "a weight update has already been started; finish it first, or wait until no call has followed it for "
+                f"{self._lease_s:g} s"
+            )
+        self._directory = None
+        self._renew()
 
     def add(self, directory: str) -> None:
-        if not self._is_open:
-            raise InvalidRequestError("no weight update has been started; post to /start_weight_update first")
+        self._require_open()
         if self._directory not in (None, directory):
             raise InvalidRequestError(f"this update already has the directory {self._directory!r}, not {directory!r}")
         self._directory = directory
+        self._renew()
 
     def finish(self) -> str:
-        if not self._is_open:
-            raise InvalidRequestError("no weight update has been started; post to /start_weight_update first")
-        self._is_open = False
+        self._require_open()
+        self._expires_at = None
         if self._directory is None:
             raise InvalidRequestError("the weight update has no directory; it has ended without a change")
         return self._directory
+
+    def _renew(self) -> None:
+        self._expires_at = time.monotonic() + self._lease_s
+
+    def _require_open(self) -> None:
+        if self._expires_at is None:
+            raise InvalidRequestError("no weight update has been started; post to /start_weight_update first")
+        if not self._is_open:
+            raise InvalidRequestError(
+                f"the weight update has ended, because no call followed within its lease of {self._lease_s:g} s; post "
+                "to /start_weight_update again"
+            )
 
 
 def _directory_of(update_info: dict[str, Any] | list[Any]) -> str:

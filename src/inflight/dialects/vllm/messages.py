@@ -39,14 +39,14 @@ class EngineSampling(DialectMessage):
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
+    top_k: Annotated[int, Field(ge=-1)] = 0
     min_p: float | None = 0.0
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    logprobs: int | None = None
-    """Any number is accepted: the logprob of the sampled token is always returned, and alternatives never are."""
+    logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
+    """The logprob of the sampled token is always returned, and alternatives never are, so that more are refused."""
     prompt_logprobs: int | None = None
     repetition_penalty: Literal[1, None] = 1
     presence_penalty: Literal[0, None] = 0
@@ -141,12 +141,13 @@ class VersionBody(DialectMessage):
 
 
 class AdapterBody(DialectMessage):
-    """Body of ``/v1/load_lora_adapter``."""
+    """Body of ``/v1/load_lora_adapter``. With ``load_inplace``, an adapter with the same name is replaced."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     lora_name: Annotated[str, Field(min_length=1, max_length=256)]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool = False
 
 
 class AdapterName(DialectMessage):
