@@ -161,6 +161,15 @@ def test_too_little_data_is_refused() -> None:
     assert diagnose(nothing).verdict == "too little data"
 
 
+@pytest.mark.parametrize("completions", [6, 20])
+def test_a_run_with_too_little_data_is_advised_according_to_its_mode(completions: int) -> None:
+    records = tokens(1, completions)
+    for mode, advice in (("conventional", "run.num_steps"), ("pipeline", "run.mode"), (None, "run.mode")):
+        changed = dataclasses.replace(records, settings=dataclasses.replace(records.settings, mode=mode))
+        (note,) = (it for it in diagnose(changed).notes if "too few" in it and "run." in it)
+        assert advice in note and ("run.mode" in note) == (advice == "run.mode")
+
+
 def test_agreement_before_the_first_update_alone_does_not_clear_a_run() -> None:
     diagnosis = diagnose(tokens(1, 20))
     assert (diagnosis.verdict, diagnosis.findings) == ("too little data", ())

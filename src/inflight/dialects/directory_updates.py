@@ -346,7 +346,9 @@ def _refused(*others: type[Exception]) -> Iterator[None]:
     """Convert a `ConfigError`, or one of ``others``, into an error for the request that named a directory."""
     try:
         yield
-    except (ConfigError, *others) as error:
+    except Exception as error:
+        if not isinstance(error, (ConfigError, *others)):
+            raise
         raise InvalidRequestError(str(error)) from error
 
 
