@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from inflight import cli
+from inflight.dialects import directory_updates
 from inflight.dialects.directory_updates import DirectoryUpdates
 from inflight.dialects.vllm import messages
 from inflight.errors import ConfigError
@@ -46,6 +47,7 @@ def lose_files() -> None:
 
 FAULTS = {
     "lost-file": lose_files,
+    "no-slack": lambda: setattr(directory_updates, "_LEASE_SLACK_S", 0.0),  # a pause ends when the servers' lease ends
     "lost-update": lambda: setattr(DirectoryUpdates, "load", load_nothing),
     "no-pause": lambda: setattr(DirectoryUpdates, "pause", pause_nothing),
     "scalar-version": lambda: setattr(messages, "weight_versions_of", one_span),

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tests.gates import wait_until
 from tests.servers import ServerProcess
 from tests.weights.workers import assert_serves, checkpoint, weight_version
 
+Faulty = Callable[..., tuple[Client, ServerProcess]]
 MODEL, ADAPTER, INDEX = "model.safetensors", "adapter_model.safetensors", "model.safetensors.index.json"
 
 
@@ -165,44 +166,53 @@ def test_a_refused_lora_changes_neither_the_weights_nor_the_pause_nor_a_label(
     assert client.sample()["weight_versions"] == [{"version": "1", "start": 0, "end": 4}]
 
 
-@pytest.mark.parametrize("is_paused", [True, False])
-def test_a_publish_that_fails_leaves_no_label_and_keeps_the_pause(
-    is_paused: bool, start_server: Callable[..., ServerProcess], model_dir: Path, tmp_path: Path
-) -> None:
-    updates, server = tmp_path / "updates", start_server(model_dir)
-    for name in ("lost", "found"):
-        written(model_dir, updates / name)
-    adapter_of(model_dir, updates / "lora", 0.5)
-    arguments = ["lost-file", server.url, "--port", "0", "--directory", str(updates), "--model", str(model_dir)]
-    program = Program(tmp_path / "lossy.log", "tests.dialects.four_phase_server", *arguments)
-    try:
-        client = Client(program.line_with("routes at").split(" at ")[1].split(",")[0], program)
-        if is_paused:
-            client.post("/pause", mode="keep")
-        for route, body in (
-            ("/update_weights", {"weight_dir": "lost", "weight_version": "refused"}),
-            ("/load_lora_adapter", {"lora_path": "lora", "lora_name": "refused"}),
-        ):
-            assert "is gone" in client.post(route, body, status=400)["error"]["message"]
-            assert client.get("/is_paused") == {"is_paused": is_paused}
-            assert weight_version(server).state == ("paused" if is_paused else "ready")
-            assert client.get("/weight_info") == {"weight_version": "default"}
-        assert client.post("/update_weights", {"weight_dir": "found"})["weight_version"] == "1"
-        assert client.get("/weight_info") == {"weight_version": "1"}
-        assert [card["id"] for card in client.get("/v1/models")["data"]] == ["tiny"]
-    finally:
+@pytest.fixture
+def faulty(start_server: Callable[..., ServerProcess], model_dir: Path, tmp_path: Path) -> Iterator[Faulty]:
+    """Start the dialect with a fault in front of a server."""
+    programs = []
+
+    def begin(fault: str, *options: str) -> tuple[Client, ServerProcess]:
+        server = start_server(model_dir)
+        (tmp_path / "updates").mkdir(exist_ok=True)
+        arguments = [fault, server.url, "--port", "0", "--directory", str(tmp_path / "updates")]
+        arguments += ["--model", str(model_dir), *options]
+        program = Program(tmp_path / "faulty.log", "tests.dialects.four_phase_server", *arguments)
+        programs.append(program)
+        return Client(program.line_with("routes at").split(" at ")[1].split(",")[0], program), server
+
+    yield begin
+    for program in programs:
         program.stop()
 
 
-def test_an_update_in_phases_ends_with_its_lease_which_every_phase_renews(
-    start: Start,  # noqa: F811
-    start_server: Callable[..., ServerProcess],
-    model_dir: Path,
-    tmp_path: Path,
+@pytest.mark.parametrize("is_paused", [True, False])
+def test_a_publish_that_fails_leaves_no_label_and_keeps_the_pause(
+    is_paused: bool, faulty: Faulty, model_dir: Path, tmp_path: Path
 ) -> None:
-    server = start_server(model_dir)
-    client = start(model_dir, server, options=("--pause-lease", "2"))
+    for name in ("lost", "found"):
+        written(model_dir, tmp_path / "updates" / name)
+    adapter_of(model_dir, tmp_path / "updates" / "lora", 0.5)
+    client, server = faulty("lost-file")
+    if is_paused:
+        client.post("/pause", mode="keep")
+    for route, body in (
+        ("/update_weights", {"weight_dir": "lost", "weight_version": "refused"}),
+        ("/load_lora_adapter", {"lora_path": "lora", "lora_name": "refused"}),
+    ):
+        assert "is gone" in client.post(route, body, status=400)["error"]["message"]
+        assert client.get("/is_paused") == {"is_paused": is_paused}
+        assert weight_version(server).state == ("paused" if is_paused else "ready")
+        assert client.get("/weight_info") == {"weight_version": "default"}
+    assert client.post("/update_weights", {"weight_dir": "found"})["weight_version"] == "1"
+    assert client.get("/weight_info") == {"weight_version": "1"}
+    assert [card["id"] for card in client.get("/v1/models")["data"]] == ["tiny"]
+
+
+def test_an_update_in_phases_ends_with_its_lease_which_every_phase_renews(
+    faulty: Faulty, model_dir: Path, tmp_path: Path
+) -> None:
     written(model_dir, tmp_path / "updates" / "step")
+    client, server = faulty("no-slack", "--pause-lease", "2")
     info = {"update_info": {"weight_dir": "step"}}
     client.post("/pause", mode="keep")
     client.post("/start_weight_update")
@@ -210,6 +220,7 @@ def test_an_update_in_phases_ends_with_its_lease_which_every_phase_renews(
         time.sleep(0.8)
         client.post("/update_weights", info)
     assert client.get("/is_paused") == {"is_paused": True}  # after more than 2 s
+    assert weight_version(server).state == "paused"
     wait_until(lambda: not client.get("/is_paused")["is_paused"])
     assert "lease of 2 s" in client.post("/update_weights", info, status=400)["error"]["message"]
     client.post("/start_weight_update")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from inflight.base.requirements import require
-from inflight.base.tasks import TaskOwner
+from inflight.base.tasks import TaskOwner, run_together
 from inflight.base.threads import run_abandonable
 from inflight.dialects.update_files import Stamp, check_adapter, check_files, directory_below
 from inflight.errors import ConfigError, InflightError, InvalidRequestError, PublishError
@@ -130,17 +130,17 @@ class DirectoryUpdates:
         def begin() -> None:
             if self.pause_policy not in (None, in_flight):
                 self._end_pause("the client chose another policy")
+            self._renew()
             if self.pause_policy is None:
                 self._paused = self._open(in_flight)
 
         await self._alone(begin)
-        self.renew()
+        self._start_lease()
 
-    def renew(self) -> None:
+    async def renew(self) -> None:
         """Renew the lease of a pause, if there is one."""
-        self._leases.cancel()
-        if self._paused is not None:
-            self._leases.start(self._expire(self._paused[0]))
+        await self._alone(self._renew)
+        self._start_lease()
 
     async def resume(self) -> None:
         """End a pause, even one that is still waiting for requests; the endpoints keep serving their weights."""
@@ -177,6 +177,7 @@ class DirectoryUpdates:
     # ------------------------------------------------------------------------------------- in a thread, one at a time
 
     def _load(self, path: str, label: str | None, in_flight: InFlightPolicy) -> int:
+        self._renew()
         directory = directory_below(self._root, path)
         stamp = check_files(directory, self._root)
         if self._applied is not None and self._applied[0] == stamp and self._is_served(self._applied[1]):
@@ -205,6 +206,7 @@ class DirectoryUpdates:
         return version
 
     def _load_adapter(self, path: str, label: str) -> int:
+        self._renew()
         directory = directory_below(self._root, path)
         check_files(directory, self._root)
         policy = self.pause_policy
@@ -271,6 +273,18 @@ class DirectoryUpdates:
                     self._note(f"sampling could not be paused again after an update that failed: {error}")
             raise
 
+    def _renew(self) -> None:
+        """Renew the endpoints' leases of a pause by repeating the request that they have accepted."""
+        if self._paused is None or self.pause_policy is None:
+            return
+        _, update = self._paused
+        endpoints = self._publisher.endpoints
+        try:
+            self._publisher.run(lambda: run_together(*(it.request_weight_update(update) for it in endpoints)))
+        except InflightError as error:
+            self._end_pause(f"its lease could not be renewed: {error}")
+            self._note(f"sampling was resumed: the lease of the pause could not be renewed: {error}")
+
     def _end_pause(self, why: str) -> None:
         paused, self._paused = self._paused, None
         if paused is not None:
@@ -327,7 +341,12 @@ class DirectoryUpdates:
         try:
             return await self._alone(call)
         finally:
-            self.renew()
+            self._start_lease()
+
+    def _start_lease(self) -> None:
+        self._leases.cancel()
+        if self._paused is not None:
+            self._leases.start(self._expire(self._paused[0]))
 
     async def _expire(self, opened: OpenPublish) -> None:
         await asyncio.sleep(self.lease_s)

@@ -186,7 +186,7 @@ def _add_updates(
 
     async def start_update(_: Request) -> Response:
         phase.start()
-        updates.renew()
+        await updates.renew()
         return ok(status="started")
 
     async def update(request: Request) -> Response:
@@ -194,7 +194,7 @@ def _add_updates(
         if body.update_info is not None:
             directory = _directory_of(body.update_info)
             phase.add(directory)
-            updates.renew()
+            await updates.renew()
             return ok(status="received")
         if body.weight_dir is None:
             raise InvalidRequestError(f"/update_weights needs weight_dir, the directory of a checkpoint: {_NCCL}")
