@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from inflight.dialects.serving import DialectRoutes
+from inflight.dialects.sglang.app import sglang_app
 from tests.dialects.programs import Program
 from tests.dialects.test_engine_routes import Client, Start, adapter_of, start, written  # noqa: F401
 from tests.gates import wait_until
@@ -228,6 +230,19 @@ def test_an_update_in_phases_ends_with_its_lease_which_every_phase_renews(
     client.post("/update_weights", info)
     client.post("/finish_weight_update")
     assert_serves(server, 1)
+
+
+def test_the_calls_around_sglangs_updates_renew_the_lease_of_a_pause() -> None:
+    renewed = []
+
+    async def renew() -> None:
+        renewed.append(True)
+
+    updates: Any = SimpleNamespace(renew=renew)
+    client = TestClient(sglang_app([], token=None, updates=updates))
+    for route in ("/begin_weight_update", "/end_weight_update", "/flush_cache"):
+        assert client.post(route).json()["success"]
+    assert len(renewed) == 2
 
 
 def test_an_unexpected_error_is_answered_with_an_error_object() -> None:

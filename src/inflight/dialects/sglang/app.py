@@ -205,16 +205,21 @@ def _add_updates(
             await running.abort([] if body.abort_all else [body.rid])
         return _done("the requests have ended")
 
+    async def renew(_: Request) -> Response:
+        """Only renew the lease of a pause: an update is atomic, so that nothing needs to begin or end."""
+        await updates.renew()
+        return _done("nothing needs to be done")
+
     async def nothing(_: Request) -> Response:
-        """Do nothing: an update is atomic, and already makes endpoints ignore cache entries from other weights."""
+        """Do nothing: an update already makes endpoints ignore cache entries from other weights."""
         return _done("nothing needs to be done")
 
     control: dict[str, Any] = {
         "/pause_generation": pause,
         "/continue_generation": resume,
-        "/begin_weight_update": nothing,
+        "/begin_weight_update": renew,
         "/update_weights_from_disk": update,
-        "/end_weight_update": nothing,
+        "/end_weight_update": renew,
         "/update_weight_version": name_version,
         "/abort_request": abort,
         "/flush_cache": nothing,
