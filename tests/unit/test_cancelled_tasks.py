@@ -15,6 +15,7 @@ CANCELLED_ALONE = {
     "conformance/fleet/proxy.py:cut": "a `TaskOwner`, which `aclose` awaits; every task owns its connections",
     "conformance/fleet/schedule.py:close": "futures of another thread, whose portal ends before the servers do",
     "dialects/directory_updates.py:_start_lease": "a `TaskOwner`, which `aclose` awaits; the lease owns nothing",
+    "dialects/directory_updates.py:_update": "a `TaskOwner`, which `aclose` awaits; the lease owns nothing",
     "dialects/tinker/futures.py:_remove": "a `TaskOwner`, which `aclose` awaits; the call ends its own request",
     "dialects/tinker/futures.py:_remove_after": "a timer",
     "dialects/tinker/futures.py:aclose": "a timer",
