@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from inflight.base.validation import describe_problems
 from inflight.dialects.completions import TOKEN_PREFIX
 from inflight.errors import InvalidRequestError
 from inflight.wire import DTYPE_SIZES, ChatCompletion, Items, Manifest, Natural, TensorSpec
@@ -54,8 +55,8 @@ class WeightUpdateRequest(BaseModel):
                     for info in self.parameters_info
                 )
             )
-        except ValueError as error:
-            raise InvalidRequestError(f"the tensors of the update are invalid: {error}") from error
+        except ValidationError as error:
+            raise InvalidRequestError(f"the tensors of the update are invalid: {describe_problems(error)}") from error
 
 
 def update_request(version: int, tensors: Iterable[TensorSpec]) -> WeightUpdateRequest:

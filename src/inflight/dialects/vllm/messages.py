@@ -6,8 +6,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from inflight.base.validation import describe_problems
 from inflight.errors import InvalidRequestError
 from inflight.wire import (
     ChatCompletion,
@@ -74,8 +75,9 @@ class EngineSampling(DialectMessage):
                 stop=tuple(stop),
                 stop_token_ids=tuple(self.stop_token_ids or ()),
             )
-        except ValueError as error:
-            raise InvalidRequestError(f"the sampling parameters are not supported: {error}") from error
+        except ValidationError as error:
+            problems = describe_problems(error, SamplingParams)
+            raise InvalidRequestError(f"the sampling parameters are not supported: {problems}") from error
 
 
 Prompt = Annotated[Items[TokenId], Field(min_length=1)]
@@ -199,8 +201,9 @@ def score_request(token_ids: Sequence[int], top_k: int) -> ScoreRequest:
     """Return a request for the logprobs of a prompt's tokens. Raises `InvalidRequestError`."""
     try:
         return ScoreRequest(request_id=f"prompt-{uuid.uuid4().hex[:16]}", token_ids=tuple(token_ids), top_k=top_k)
-    except ValueError as error:
-        raise InvalidRequestError(f"the logprobs of this prompt cannot be computed: {error}") from error
+    except ValidationError as error:
+        problems = describe_problems(error, ScoreRequest)
+        raise InvalidRequestError(f"the logprobs of this prompt cannot be computed: {problems}") from error
 
 
 def weight_versions_of(spans: Sequence[VersionSpan], label_of: Labels) -> list[dict[str, Any]]:
