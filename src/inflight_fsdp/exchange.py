@@ -82,7 +82,7 @@ class RankExchange:
         return messages
 
     def close(self) -> None:
-        """End the group, if one was formed; a later exchange fails. Idempotent."""
+        """Release the group, if one was formed. Later exchanges fail. Idempotent."""
         self._group, self._lost = None, self._lost or "the worker was closed"
 
     def _form(self, deadline: float) -> None:

@@ -1,4 +1,7 @@
-"""Process groups and meshes, which the workers of a process share: torch frees none before the default group ends."""
+"""Process groups and meshes that the workers of a process share.
+
+They are shared because torch does not free them before the default group ends.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ _values: dict[tuple[dist.ProcessGroup, Hashable], object] = {}
 
 
 def shared(key: Hashable, create: Callable[[], T]) -> T:
-    """Return what ``create`` returned for this key under the current default group, or else call it.
+    """Return the value for ``key`` under the current default group. The first call creates it with ``create``.
 
-    Every rank must ask for the same keys in the same order, because ``create`` is collective. Nothing is kept if it
-    raises.
+    All ranks must request the same keys in the same order, because ``create`` is collective. Nothing is stored if
+    ``create`` raises.
     """
     default = cast(dist.ProcessGroup, dist.group.WORLD)
     for of in [of for of in _values if of[0] is not default]:
@@ -28,10 +31,10 @@ def shared(key: Hashable, create: Callable[[], T]) -> T:
 
 
 def forget_groups() -> None:
-    """Keep nothing any more, so that ending the default group ends the threads of its groups too."""
+    """Drop all shared values, so that their threads end when the default group is destroyed."""
     _values.clear()
 
 
 def mesh_of(device: torch.device, sizes: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """Return the mesh of all ranks with dimensions of these sizes; collective."""
+    """Return the mesh of all ranks with dimensions of these sizes. Collective."""
     return shared((device.type, sizes, names), lambda: init_device_mesh(device.type, sizes, mesh_dim_names=names))

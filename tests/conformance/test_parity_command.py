@@ -73,7 +73,7 @@ def test_the_command_works_in_a_process_that_has_imported_nothing_of_the_kit(tmp
     assert "They agree" in ended.stdout
 
 
-def test_a_server_that_refuses_the_token_still_serves_what_it_served(
+def test_a_server_that_refuses_the_token_is_reported_to_serve_its_earlier_weights(
     deep_model: Path, start_server: Callable[..., ServerProcess], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     server = start_server(deep_model)

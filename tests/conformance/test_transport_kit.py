@@ -67,7 +67,7 @@ def test_the_transport_of_the_docs_conforms() -> None:
 
 
 class _PatientSender(TcpSender):
-    """Begins a new timeout with each rank that it sends to."""
+    """Restarts the timeout for each rank that it sends to."""
 
     def write(self, to: socket.socket, data: memoryview, deadline: float) -> None:
         super().write(to, data, time.monotonic() + 3.0)
@@ -81,7 +81,7 @@ class _PatientTransport(TcpTransport):
 PATIENT = _PatientTransport()
 
 
-def test_a_timeout_that_begins_again_with_each_rank_is_caught() -> None:
+def test_a_timeout_that_restarts_with_each_rank_is_caught() -> None:
     with Kit(TransportTarget(factory="tests.conformance.test_transport_kit:PATIENT")) as kit:
         verdict = kit.run(BY_ID["T-39"])
     assert verdict.outcome is CheckOutcome.FAILED, verdict.evidence

@@ -33,7 +33,7 @@ def one_span(spans: Any, label_of: Any) -> Any:
 
 
 def lose_files() -> None:
-    """Fail to read each directory named ``lost``, and each LoRA, once it has been checked."""
+    """Make reading fail after the checks for each directory named ``lost``, and for each LoRA."""
     real = _StoredWeights.gather_weights
 
     def gather(self: Any, buckets: Any) -> Any:

@@ -66,13 +66,13 @@ def odd_files(model: Path, updates: Path, outside: Path) -> dict[str, str]:
     moved(sharded(model, updates / "index") / INDEX, outside)
     os.mkfifo(sharded(model, updates / "unlisted") / "other.safetensors")
     sharded(model, updates / "unfinished", index=False)
-    odd = dict.fromkeys(("linked", "config", "shard", "index"), "symbolic link out of")
+    odd = dict.fromkeys(("linked", "config", "shard", "index"), "symbolic link to a file outside")
     odd |= dict.fromkeys(("fifo", "folder", "unlisted"), "not a regular file")
     return odd | {"dangling": "cannot be read", "loop": "cannot be read", "unfinished": f"no {INDEX}"}
 
 
 @pytest.mark.parametrize("protocol", ["vllm", "sglang"])
-def test_files_elsewhere_and_files_that_are_not_regular_are_refused_unopened(
+def test_files_outside_the_directory_and_files_that_are_not_regular_are_not_opened(
     protocol: str,
     start: Start,  # noqa: F811
     shared_server: ServerProcess,
@@ -89,8 +89,8 @@ def test_files_elsewhere_and_files_that_are_not_regular_are_refused_unopened(
         assert why in (answer["error"]["message"] if protocol == "vllm" else answer["message"]), (name, answer)
     if protocol == "vllm":
         for name, file, why in (
-            ("weights", ADAPTER, "link out of"),
-            ("settings", "adapter_config.json", "link out of"),
+            ("weights", ADAPTER, "link to a file outside"),
+            ("settings", "adapter_config.json", "link to a file outside"),
             ("pipe", ADAPTER, "regular"),
         ):
             path = Path(adapter_of(model_dir, updates / name, 0.5)) / file
@@ -210,7 +210,7 @@ def test_a_publish_that_fails_leaves_no_label_and_keeps_the_pause(
     assert [card["id"] for card in client.get("/v1/models")["data"]] == ["tiny"]
 
 
-def test_an_update_in_phases_ends_with_its_lease_which_every_phase_renews(
+def test_every_phase_of_an_update_renews_its_lease_and_the_update_ends_with_the_lease(
     faulty: Faulty, model_dir: Path, tmp_path: Path
 ) -> None:
     written(model_dir, tmp_path / "updates" / "step")

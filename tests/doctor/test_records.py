@@ -215,8 +215,8 @@ def test_a_boundary_is_a_change_of_version_within_a_turn(
     assert {*records.observations.difference_N.tolist()} == {-0.5}
 
 
-def test_damaged_records_have_status_2(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Damaged records are neither healthy nor absent."""
+def test_the_exit_status_for_damaged_records_is_2(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged record is not treated as healthy or as missing."""
 
     def refusal(directory: Path) -> str:
         assert main(["doctor", str(directory)]) == 2

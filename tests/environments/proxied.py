@@ -187,7 +187,7 @@ def qwen() -> tuple[Any, ChatTemplate]:
 
 @functools.cache
 def thinking_qwen() -> tuple[Any, ChatTemplate]:
-    """The same with a chat template that opens the reasoning of each answer."""
+    """Return the same with a chat template that opens the reasoning of each answer."""
     built = tokenizer("qwen3_instruct_2507")
     built.chat_template += "{%- if add_generation_prompt %}{{- '<think>\\n' }}{%- endif %}"
     return built, ChatTemplate(built)

@@ -190,7 +190,7 @@ def test_reasoning_comes_apart_and_is_not_needed_to_continue() -> None:
 
 
 def image_message(source: Any) -> dict[str, Any]:
-    """A request with an image; the system prompt is no message of Anthropic's, but one of a chat."""
+    """Return a request with an image. Its system prompt, which is a separate field, becomes the first chat message."""
     return {"system": "s", "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}]}
 
 
@@ -200,10 +200,10 @@ def image_message(source: Any) -> dict[str, Any]:
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role is 'robot'"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages.0.content.0 has the type"),
         ({"system": [{"type": "image"}]}, "only text blocks"),
-        ({"messages": [{"role": "user", "content": []}]}, "messages.0.content is [], which shows nothing"),
-        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "which shows nothing to the model"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages.0.content is [], which contains nothing"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "contains nothing for the model to see"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text is None"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "tool_use needs an id and a name"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, "must have an id and a name"),
         (
             image_message({"type": "file", "file_id": "x"}),
             "messages.0.content.0.source is {'type': 'file', 'file_id': 'x'}, but must have the type 'base64'",
@@ -233,7 +233,7 @@ def test_what_messages_cannot_be_is_refused_in_anthropics_shape(change: dict[str
 
 
 @pytest.mark.parametrize("length", [5000, 200_000])
-def test_a_full_context_has_the_words_of_anthropics_message(length: int) -> None:
+def test_a_full_context_is_reported_in_the_words_of_anthropics_message(length: int) -> None:
     async def play(it: Open) -> None:
         async with anthropic_client(it) as client:
             long: Any = [{"role": "user", "content": "x" * length}]
@@ -370,7 +370,7 @@ def test_a_response_states_the_values_in_force(streams: bool) -> None:
 
 
 def failing(has_begun: asyncio.Event, texts: Sequence[str]) -> Any:
-    """A stream of tokens that fails behind these texts, once the event is set."""
+    """Return a stream that yields the tokens of these texts, and fails after them once the event is set."""
 
     async def stream(request: GenerateRequest) -> Any:
         token_ids = [qwen()[0](text, add_special_tokens=False)["input_ids"] for text in texts]
@@ -391,7 +391,7 @@ def failing(has_begun: asyncio.Event, texts: Sequence[str]) -> Any:
 
 
 @pytest.mark.parametrize("texts", [[], ["<think>hm", "</think>", "It is"]], ids=["before the answer", "within it"])
-def test_a_response_that_fails_has_its_id_and_what_was_said(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_response_has_its_id_and_the_output_so_far(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_QUIET_S", 0.01)
 
     async def play(it: Open) -> None:
@@ -431,7 +431,7 @@ def image_input(part: dict[str, Any]) -> dict[str, Any]:
     {"type": "allowed_tools", "mode": "auto", "tools": []},
     {"type": "web_search_preview"},
 ], ids=str)  # fmt: skip
-def test_choices_of_a_tool_that_responses_has_are_accepted_and_reported(choice: Any) -> None:
+def test_tool_choices_of_the_responses_api_are_accepted_and_reported(choice: Any) -> None:
     async def play(it: Open) -> None:
         body = {"model": "m", "input": "hi", "tools": [RESPONSES_TOOL], "tool_choice": choice}
         answer = await post(it.url.removesuffix("/v1"), "/v1/responses", body)

@@ -153,7 +153,7 @@ async def test_a_damaged_image_is_named_by_its_field(template: ChatTemplate) -> 
 
 @pytest.mark.anyio
 async def test_the_rollouts_of_the_service_have_their_images(tmp_path: Path) -> None:
-    """Pictures of two colours have the same tokens, so that only the images tell the rollouts apart."""
+    """Pictures of two colours have the same tokens, so only the images distinguish the rollouts."""
     model = make_image_model(tmp_path / "seeing")
     chat = ChatTemplate(tiny_processor().tokenizer, images_of(model))
     service = EpisodeService(

@@ -147,11 +147,11 @@ def test_calls_stay_in_the_text_of_an_agent_that_wants_none(options: dict[str, A
         (f"<think>maybe {CALL}</think>\n\nSo:\n{CALL}\n", f"<think>maybe {CALL}</think>\n\nSo:"),
         ('<think>hm</think>\n{"name": "python", "parameters": {"code": "6*7"}}', "<think>hm</think>"),
     ],
-    ids=["inside", "not closed", "both", "an object behind"],
+    ids=["inside", "not closed", "both", "a JSON object after"],
 )
 @pytest.mark.parametrize("is_open", [False, True], ids=["the model opens", "the template opens"])
 @pytest.mark.parametrize("streams", [False, True])
-def test_what_the_model_considers_in_its_reasoning_is_no_call(
+def test_tool_calls_inside_the_reasoning_are_not_returned_as_calls(
     text: str, content: str, is_open: bool, streams: bool
 ) -> None:
     if is_open:

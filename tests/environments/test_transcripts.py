@@ -139,7 +139,7 @@ def test_llama3_calls_a_tool_with_one_json_object() -> None:
 @pytest.mark.parametrize(
     ("opening", "is_open"), [("<think>perhaps ", False), ("perhaps ", True)], ids=["own tag", "the template's tag"]
 )
-def test_a_call_that_is_only_considered_in_the_reasoning_is_no_call(opening: str, is_open: bool) -> None:
+def test_a_tool_call_inside_the_reasoning_is_not_returned_as_a_call(opening: str, is_open: bool) -> None:
     call = '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'
     chat = made("qwen3")[1]
     heard = chat.decode_reply(encode("qwen3", f"{opening}{call}</think>No."), "length", is_open=is_open)

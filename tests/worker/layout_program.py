@@ -98,7 +98,7 @@ def run_layout(directory: Path, layout: Mapping[str, Any], model: Path, one_rank
 
 
 def _num_threads() -> int:
-    """Threads of this process; a process group of gloo has three."""
+    """Return the number of threads of this process. A gloo process group has three."""
     return len(os.listdir("/proc/self/task"))
 
 

@@ -85,7 +85,7 @@ def make_tiny_model(
 
 
 def make_model_of_pairs(path: Path) -> Path:
-    """Write a tiny checkpoint like `make_tiny_model`, most of whose tokens are two letters; return ``path``."""
+    """Write a checkpoint like that of `make_tiny_model` in which most tokens are two letters; return ``path``."""
     from tokenizers import Tokenizer
 
     pairs = list(product(string.ascii_lowercase, repeat=2))

@@ -1,10 +1,10 @@
 """Updates from directories, for protocols in which a trainer pauses a server, names a directory, and resumes the
 server.
 
-Each update is one publish: a directory is checked completely before any endpoint is contacted, and the endpoints commit
-together. A pause is a publish that the endpoints have accepted but whose weights are not known until an update sends
-them. A pause ends when `resume` is called, when its lease expires or, if this process has ended, when the endpoints'
-own leases expire.
+Each update is one publish: a directory is checked completely before any of it is sent to an endpoint, and the endpoints
+commit together. A pause is a publish that the endpoints have accepted but whose weights are not known until an update
+sends them. A pause ends when `resume` is called, when its lease expires or, if this process has ended, when the
+endpoints' own leases expire.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ INITIAL_LABEL = "default"
 """The label that vLLM and SGLang report for the weights with which a server was started."""
 _NUM_LABELS = 4096
 _UNREADABLE = (OSError, ValueError, RecursionError)
-"""What reading damaged files may raise besides `ConfigError`, such as for a header with odd names or shapes."""
+"""Errors other than `ConfigError` that damaged files may cause, for example a header with invalid names or shapes."""
 _LEASE_SLACK_S = 5.0
 
 
@@ -44,9 +44,10 @@ class DirectoryUpdates:
     """Updates the endpoints to which ``publisher`` is connected, one update at a time. Belongs to one event loop.
 
     Only files below ``root`` are read. ``model_dir`` is the checkpoint that the endpoints were started with. A pause
-    ends ``lease_s`` seconds after the last call that pauses, updates or renews the lease. An update may take
-    ``timeout_s`` seconds. ``note`` receives a line for each update, and for each pause whose lease has expired. Raises
-    `ConfigError` if the endpoints' models differ or the checkpoint cannot be read.
+    ends ``lease_s`` seconds after the last call of `pause`, `renew`, `load` or `load_adapter`. An update may take
+    ``timeout_s`` seconds. ``note`` receives a line for each update, and for each pause that ends because its lease has
+    expired or could not be renewed. Raises `ConfigError` if the endpoints' models differ or the checkpoint cannot be
+    read.
     """
 
     def __init__(
@@ -156,7 +157,7 @@ class DirectoryUpdates:
         A repeated call for a directory that is already served and has not changed only sets the label and ends any
         pause. ``in_flight`` applies unless sampling is paused. Raises `InvalidRequestError`, without changing anything,
         for a directory that is not below the root or cannot be used. Raises `PublishError` if an endpoint did not apply
-        the update. After an error, sampling stays paused if it was paused.
+        the update. If sampling was paused before an error, it remains paused or is paused again.
         """
         return await self._update(lambda: self._load(path, label, in_flight))
 
@@ -270,11 +271,13 @@ class DirectoryUpdates:
                 try:
                     self._paused = self._open(policy)
                 except InflightError as error:
-                    self._note(f"sampling could not be paused again after an update that failed: {error}")
+                    self._note(f"sampling could not be paused again after a failed update: {error}")
             raise
 
     def _renew(self) -> None:
-        """Renew the endpoints' leases of a pause by repeating the request that they have accepted."""
+        """Renew the leases of a pause on the endpoints by repeating the request that they have accepted. If an endpoint
+        refuses, end the pause.
+        """
         if self._paused is None or self.pause_policy is None:
             return
         _, update = self._paused
@@ -303,7 +306,7 @@ class DirectoryUpdates:
 
     @contextlib.contextmanager
     def _labelled(self, version: int, label: str | None) -> Iterator[None]:
-        """Label a version before a token can carry it. The label, and any earlier one, is removed if the body fails."""
+        """Label a version before any token is sampled with it. If the body fails, the version has no label."""
         self._unlabel(version)
         self._label(version, label)
         try:
@@ -362,7 +365,7 @@ class DirectoryUpdates:
 
 @contextlib.contextmanager
 def _refused(*others: type[Exception]) -> Iterator[None]:
-    """Convert a `ConfigError`, or one of ``others``, into an error for the request that named a directory."""
+    """Convert a `ConfigError`, or one of ``others``, to an `InvalidRequestError`: the request named the directory."""
     try:
         yield
     except Exception as error:

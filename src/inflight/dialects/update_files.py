@@ -1,4 +1,4 @@
-"""Checks of an update's directory before any of its files is opened, and of a LoRA before any endpoint is contacted."""
+"""Checks of an update's directory before any of its files is opened, and of a LoRA before it is sent to an endpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inflight.wire import Manifest, TensorSpec
 
 _INDEX, _ADAPTER_CONFIG = "model.safetensors.index.json", "adapter_config.json"
 _READ = ("config.json", _INDEX, _ADAPTER_CONFIG)
-"""The files that are read besides those that end with ``.safetensors``."""
+"""The files that are read in addition to those whose names end with ``.safetensors``."""
 Stamp = tuple[str, tuple[tuple[str, str, int, int], ...]]
 
 
@@ -29,8 +29,8 @@ def directory_below(root: Path, path: str) -> Path:
     directory = _resolved(root / path, repr(path))
     if not directory.is_relative_to(root) or not directory.is_dir():
         raise InvalidRequestError(
-            f"{path!r} is not a directory below {str(root)!r}, the only place from which this server reads updates "
-            "(its --directory); symbolic links are followed"
+            f"{path!r} is not a directory below {str(root)!r}, the only directory from which this server reads "
+            "updates (--directory); symbolic links are followed"
         )
     return directory
 
@@ -52,28 +52,30 @@ def check_files(directory: Path, root: Path) -> Stamp:
         target = _resolved(file, repr(str(file)))
         if not target.is_relative_to(root):
             raise InvalidRequestError(
-                f"{str(file)!r} is a symbolic link out of {str(root)!r}, the only place from which this server reads "
-                "updates (its --directory); copy the file"
+                f"{str(file)!r} is a symbolic link to a file outside {str(root)!r}, the only directory from which this "
+                "server reads updates (--directory); copy the file instead of linking to it"
             )
         try:
             status = target.stat()
         except OSError as error:
             raise InvalidRequestError(f"{str(file)!r} cannot be read by this process: {error}") from error
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidRequestError(f"{str(file)!r} is not a regular file; write the checkpoint's file in its place")
+            raise InvalidRequestError(f"{str(file)!r} is not a regular file; replace it with the checkpoint's file")
         found.append((name, str(target), status.st_size, status.st_mtime_ns))
     shards = [name for name in names if name not in _READ]
     if len(shards) > 1 and _INDEX not in names:
         raise InvalidRequestError(
-            f"{str(directory)!r} has {len(shards)} safetensors files but no {_INDEX}, so it may not have been written "
-            f"in full: {shortened(shards)}; post it after the index has been written"
+            f"{str(directory)!r} has {len(shards)} safetensors files but no {_INDEX}, so it may be incomplete: "
+            f"{shortened(shards)}; request the update again once the index has been written"
         )
     return str(directory), tuple(found)
 
 
 def check_adapter(directory: Path, manifest: Manifest, model: Sequence[TensorSpec]) -> None:
-    """Raise `ConfigError` unless the LoRA in ``directory``, announced by ``manifest``, has whole pairs of its rank that
-    fit the tensors of ``model`` and the modules that its configuration names.
+    """Raise `ConfigError` unless the LoRA in ``directory``, which ``manifest`` describes, can be applied.
+
+    It must consist of complete pairs of matrices that have its rank, fit the tensors of ``model``, and belong to the
+    modules that its configuration names.
     """
     where = f"the LoRA in {str(directory)!r}"
     if problem := manifest_difference(model, manifest):
@@ -81,7 +83,7 @@ def check_adapter(directory: Path, manifest: Manifest, model: Sequence[TensorSpe
     if odd := [name for name, tensor in stored_tensors(directory).items() if tensor.dtype is None]:
         raise ConfigError(f"{where} has tensors with a dtype that cannot be used: {shortened(odd)}")
     targets = json.loads((directory / _ADAPTER_CONFIG).read_text()).get("target_modules")
-    if isinstance(targets, list):  # otherwise a regular expression of the client, which is not evaluated
+    if isinstance(targets, list):  # a string is a regular expression from the client, which is not evaluated
         modules = [name.removesuffix(".weight") for name in changed_names(manifest)]
         if stray := [name for name in modules if not any(f".{name}".endswith(f".{target}") for target in targets)]:
             raise ConfigError(

@@ -139,7 +139,7 @@ def read_differences(directory: Path) -> TokenRecords | StepRecords:
         if steps := step_files(record):
             raise ConfigError(
                 f"the record {str(record)!r} is damaged: it has {len(steps)} recorded steps but no {MANIFEST}. Copy it "
-                "again; or, to examine only the metrics of the run's steps, remove the record"
+                "again, or remove it to examine only the run's metrics"
             )
     if not (directory / "config.json").is_file():
         raise ConfigError(
@@ -276,9 +276,10 @@ def _num_sampled_tokens(directory: Path) -> dict[int, int]:
 
 
 def _settings_of(config: Mapping[str, Any] | None, learning_rates: Mapping[int, float], file: Path) -> RunSettings:
-    """Return the settings of a run. Its configuration in ``file`` need only contain the fields that were set.
+    """Return the settings of a run. ``config``, which was read from ``file``, need only contain the fields that were
+    set.
 
-    Raises `ConfigError` if it is damaged.
+    Raises `ConfigError` if ``config`` is damaged.
     """
     if config is None:
         return RunSettings("float32", None, learning_rates)

@@ -46,7 +46,7 @@ _NO_LEARNING = 1e-12
 """Weights do not change at learning rates below this. A run requires a rate above 0."""
 _MORE = "Lag 0 is rare while sampling and training overlap; with run.mode = 'conventional', every token has lag 0."
 _LONGER = "Record more steps: increase run.num_steps."
-"""The advice for a run that already has ``run.mode = 'conventional'``."""
+"""The advice for runs that already have ``run.mode = 'conventional'``."""
 
 EXPERIMENTS = {
     "X0": "compute in float32 on both sides, with the same weights: numerical differences vanish, faults do not",

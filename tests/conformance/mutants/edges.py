@@ -108,7 +108,7 @@ def clamped_once_divided(logits: torch.Tensor, params: Sequence[SamplingParams],
 
 
 def attention_capped(largest: float) -> Callable[[Any], EmbeddedEndpoint]:
-    """Bound the elements of queries, as a cap of attention's scores would."""
+    """Clamp the elements of queries, which bounds attention scores as a cap would."""
 
     def infect(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
         engine: Any = endpoint._engine

@@ -57,7 +57,7 @@ def remembering(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def remembering_versions(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Return the first answer for equal tokens under a version of the same number again."""
+    """Return the first answer again for equal requests under a version with the same number."""
     score, known = endpoint.score, {}
 
     async def faulty(request: ScoreRequest) -> ScoreResponse:

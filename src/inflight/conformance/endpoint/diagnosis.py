@@ -78,7 +78,7 @@ async def diagnose(subject: EndpointSubject) -> Diagnosis:
 async def _of_prompts(
     subject: EndpointSubject, asked: Mapping[int, Asked], gaps: Mapping[int, float], wrong: Sequence[int]
 ) -> str:
-    """Return which prompts are ``wrong``, by their lengths, and what they have in common."""
+    """Return a description of the prompts whose lengths are in ``wrong``, and of what they have in common."""
     largest = max(gaps.values())
     words = f"prompts that were never sent before are wrong too, by up to {largest:.3g} under the checkpoint's weights"
     if (dtype := _rounding(subject, [asked[length] for length in wrong], largest)) is not None:

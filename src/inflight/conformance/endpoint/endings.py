@@ -125,7 +125,7 @@ async def stop_strings(subject: EndpointSubject) -> None:
 async def _require_stopped_within_a_token(subject: EndpointSubject) -> None:
     """Require that a completion ends at a token that has further characters after the stop string.
 
-    The checkpoint has no such tokens, so another endpoint serves a model that has.
+    The checkpoint has no such tokens, so the check starts another endpoint that serves a model with such tokens.
     """
     if (reason := subject.missing("fresh")) is not None:
         subject.note(within_a_token=f"not checked: {reason}")

@@ -61,8 +61,8 @@ _KINDS = (
 def supported_kinds(subject: EndpointSubject, turn: int = 0) -> list[UpdateKind]:
     """Return the kinds of update that the endpoint supports, in an order in which they can follow one another.
 
-    For a slow endpoint, only every third kind is returned, and evidence names them. Checks use different turns, so that
-    together they use all kinds.
+    For a slow endpoint, only every third kind is returned, beginning with the one at index ``turn``, and the evidence
+    lists them. Checks pass different turns, so that together they cover all kinds.
     """
     can = subject.capabilities
     kinds = [

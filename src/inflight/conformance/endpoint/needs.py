@@ -1,4 +1,4 @@
-"""What the checks of an endpoint may need, and whether the endpoint under check offers it."""
+"""The needs of checks, and whether the endpoint under test meets them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SUPPORTED = {
 def offers_of(
     capabilities: Capabilities, opened: OpenedEndpoint, *, knows_model: bool, can_fail: bool
 ) -> dict[str, tuple[bool, str]]:
-    """Return, by name of a need, whether it is met, and the reason to give if it is not."""
+    """Return whether each need is met, and the reason to report if it is not, by the name of the need."""
     host = urlsplit(opened.url or "").hostname
     is_near = host in (None, "localhost", "127.0.0.1", "::1")
     offers = {name: (bool(getattr(capabilities, name)), f"{it} not supported") for name, it in _SUPPORTED.items()}

@@ -60,12 +60,13 @@ class Pace:
 
     @property
     def is_slow(self) -> bool:
-        """Whether checks try fewer variants than on a usual endpoint."""
+        """Whether the endpoint is so slow that checks repeat themselves less often and try fewer variants."""
         return self.slowness > _SLOW
 
     def fewer(self, num: int) -> int:
-        """Return how often a check repeats what it does ``num`` times on a usual endpoint: half, but at least twice, on
-        a slow one."""
+        """Return the number of repetitions on this endpoint of what a check does ``num`` times on a usual one.
+
+        On a slow endpoint, it is half of ``num``, but not less than 2 unless ``num`` is."""
         return max(num // 2, min(num, 2)) if self.is_slow else num
 
     def allows_prompt(self, num_tokens: int) -> bool:

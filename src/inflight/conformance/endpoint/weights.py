@@ -156,8 +156,10 @@ async def large_logits(subject: EndpointSubject) -> None:
 
 
 def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
-    """Return weights with larger attention scores: the norm of the queries is scaled or, in a model without one, the
-    query projection, whose scores are large already."""
+    """Return weights with larger attention scores.
+
+    The norm of the queries is scaled. In a model without such a norm, scores are already large, and the query
+    projection is scaled by a smaller factor."""
     tensors = reference.weights.tensors
     has_norm = any(".q_norm." in name for name in tensors)
     ends, factor = ((".q_norm.weight",), 64.0) if has_norm else ((".q_proj.weight", ".q_proj.bias"), 16.0)

@@ -89,7 +89,7 @@ async def _restore(subject: EndpointSubject, report: Callable[[str], None], befo
 
 
 async def _is_unchanged(subject: EndpointSubject, before: WeightVersion) -> bool:
-    """Return whether the endpoint reports the weights of ``before``; False if it does not answer."""
+    """Return whether the endpoint reports the run, version and state of ``before``; False if it does not answer."""
     try:
         async with asyncio.timeout(_RESTORE_S):
             now = await subject.endpoint.weight_version()

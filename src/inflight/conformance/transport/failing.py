@@ -100,7 +100,8 @@ def receivers_that_do_not_read_share_a_timeout(t: TransportSubject) -> None:
 
 
 def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool) -> None:
-    """Require that a send ends in time even if each rank reads in less than the timeout once its turn has come."""
+    """Require that a send ends within its timeout even if the ranks begin to read one by one, each half a timeout after
+    the previous one."""
     receivers, bucket = t.form(4), bucket_of(torch.ones(_BIG, dtype=torch.float64))
     t.begin(receivers, bucket)
     sending = t.start_send(bucket, _WAIT_S)

@@ -63,10 +63,10 @@ def steps_take_settings(subject: WorkerSubject) -> None:
 
 
 def _require_own_settings(subject: WorkerSubject) -> None:
-    """Fail unless a step without settings, after one with settings, is that of a worker that received none.
+    """Fail unless a step without settings, after one with settings, equals that of a worker that never received any.
 
-    The gradients of the step before are zero, so that only its decay has an effect, and the decay is equal. All ranks
-    call this.
+    In the earlier step, all gradients are zero, so only weight decay changes the weights. It is the same for both
+    workers. All ranks call this.
     """
     options = subject.target.options
     own = {**_OWN, **options}
@@ -97,7 +97,8 @@ def _require_own_settings(subject: WorkerSubject) -> None:
 
 
 def _difference(subject: WorkerSubject, start: Weights, found: Weights, own_start: Weights, own: Weights) -> str:
-    """Return how the first step differs from the second; an empty string if it does not."""
+    """Return how the step from ``start`` to ``found`` differs from the one from ``own_start`` to ``own``; an empty
+    string if it does not."""
     before, moved, apart = distance(start, own_start), distance(own_start, own), distance(found, own)
     size = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in own_start.values()))
     allowed = subject.tolerance.change * moved + 2 * subject.tolerance.rounding * size

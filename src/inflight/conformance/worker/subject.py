@@ -152,7 +152,7 @@ class WorkerSubject:
         return load_worker_kind(self.target.factory).create({"model_path": str(path), **options, **more})
 
     def create_or_skip(self, model: Path, what: str) -> TrainerWorker:
-        """Return a new worker for ``model``; skip the check if the worker accepts no such ``what``."""
+        """Return a new worker for ``model``. Skips the check, naming ``what``, if the model is not supported."""
         try:
             return self.create(model=model)
         except (UnsupportedError, ConfigError) as error:

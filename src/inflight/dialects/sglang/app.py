@@ -206,7 +206,7 @@ def _add_updates(
         return _done("the requests have ended")
 
     async def renew(_: Request) -> Response:
-        """Only renew the lease of a pause: an update is atomic, so that nothing needs to begin or end."""
+        """Renew the lease of a pause. Updates are atomic, so nothing needs to begin or end."""
         await updates.renew()
         return _done("nothing needs to be done")
 

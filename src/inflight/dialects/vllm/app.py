@@ -282,7 +282,7 @@ def _add_updates(
 
 
 class _Phase:
-    """The state of an update in four phases: a start, any number of announcements, and a finish.
+    """The state of an update in separate phases: a start, any number of announcements, and a finish.
 
     An update that has been started ends ``lease_s`` seconds after its last call, because its client may have died.
     """
@@ -299,8 +299,8 @@ class _Phase:
     def start(self) -> None:
         if self._is_open:
             raise BusyError(
-                "a weight update has already been started; finish it first, or wait until no call has followed it for "
-                f"{self._lease_s:g} s"
+                "a weight update has already been started; finish it first, or wait until its lease expires, "
+                f"{self._lease_s:g} s after its last call"
             )
         self._directory = None
         self._renew()
@@ -327,8 +327,8 @@ class _Phase:
             raise InvalidRequestError("no weight update has been started; post to /start_weight_update first")
         if not self._is_open:
             raise InvalidRequestError(
-                f"the weight update has ended, because no call followed within its lease of {self._lease_s:g} s; post "
-                "to /start_weight_update again"
+                f"the weight update has ended without a change, because its lease of {self._lease_s:g} s expired "
+                "before the next call; post to /start_weight_update again"
             )
 
 

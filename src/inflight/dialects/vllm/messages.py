@@ -47,7 +47,7 @@ class EngineSampling(DialectMessage):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     logprobs: Annotated[int, Field(ge=0, le=1)] | None = None
-    """The logprob of the sampled token is always returned, and alternatives never are, so that more are refused."""
+    """The logprob of the sampled token is always returned and alternatives never are, so larger numbers are refused."""
     prompt_logprobs: int | None = None
     repetition_penalty: Literal[1, None] = 1
     presence_penalty: Literal[0, None] = 0

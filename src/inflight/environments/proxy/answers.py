@@ -55,7 +55,7 @@ class Answer:
     reasoning: str = ""
     """The contents of the ``<think>`` tags before the text, if the client receives reasoning separately."""
     num_reasoning_tokens: int = 0
-    """The number of tokens of the reasoning with its tags."""
+    """The number of sampled tokens in the reasoning, including its tags."""
     stop: str | None = None
     """The stop string that ended the answer, if any."""
 
@@ -210,7 +210,7 @@ class Answers:
         return self.episode.max_tokens - 1
 
     def _too_long(self, num_tokens: str) -> ContextFullError:
-        # Claude Code and others recognise the beginning, which is that of Anthropic's message.
+        # Claude Code and other clients recognise this error by the beginning of Anthropic's message.
         return ContextFullError(
             f"prompt is too long: {num_tokens} tokens > {self._most_in_prompt} maximum. The context of "
             f"{self.episode.max_tokens} tokens must also hold at least one token of the answer: shorten the messages, "

@@ -53,13 +53,13 @@ def _content_of(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value for a message."""
+    """Return the beginning of a value's representation, for an error message."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def image_part(url: str, field: str) -> dict[str, Any]:
-    """Return a part for an image of another dialect. ``field`` is the path of the image in the client's request."""
+    """Return an image of another dialect as an OpenAI content part. ``field`` is its path in the client's request."""
     return {"type": "image_url", "image_url": {"url": url}, "field": field}
 
 
@@ -92,7 +92,7 @@ def _part_of(part: Any, where: str) -> dict[str, Any]:
             return {"type": "image_url", "image_url": {"url": _image_url_in(part, where)}}
         case {"type": kind}:
             raise InvalidRequestError(f"{where} has the type {str(kind)[:80]!r}: only text and image_url are supported")
-    raise InvalidRequestError(f"{where} is {shown(part)}, but must be an object with a type, such as 'text'")
+    raise InvalidRequestError(f"{where} is {shown(part)}, but must be an object with a type such as 'text'")
 
 
 def text_in(part: Mapping[str, Any], name: str, where: str) -> str:
@@ -107,7 +107,7 @@ def _image_url_in(part: Mapping[str, Any], where: str) -> str:
     given = part.get("image_url")
     if not isinstance(given, Mapping):
         raise InvalidRequestError(
-            f"{where}.image_url is {shown(given)}, but must be an object: {{'url': 'data:image/png;base64,...'}}"
+            f"{where}.image_url is {shown(given)}, but must be an object such as {{'url': 'data:image/png;base64,...'}}"
         )
     try:
         return ImageAddress.model_validate({k: v for k, v in given.items() if k != "detail"}).url

@@ -57,7 +57,9 @@ from inflight.wire import (
 
 _NUM_FINISHED = 256
 _MAX_FINISHED_BYTES = 256 << 20
-"""Answers to ``/finish`` that are kept for repeated calls: at most so many, and so large in total."""
+"""Limits on the number and total size of the answers to ``/finish`` that are kept for repeated calls. The latest answer
+is always kept.
+"""
 _MAX_BODY_BYTES = 64 * 1024
 _FAILED_S = 30.0
 """For this many seconds after an episode has failed on an endpoint, the endpoint receives new episodes only if all

@@ -159,7 +159,7 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str,
                 function = {"name": called, "arguments": json.dumps(block.get("input") or {})}
                 calls.append({"id": call_id, "type": "function", "function": function})
             case {"type": "tool_use"}:
-                raise InvalidRequestError(f"{at} is {shown(block)}, but tool_use needs an id and a name as strings")
+                raise InvalidRequestError(f"{at} is {shown(block)}, but must have an id and a name, both strings")
             case {"type": "thinking" | "redacted_thinking"}:  # not shown to the model again
                 pass
             case _:
@@ -175,8 +175,8 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> Iterator[dict[str,
         yield {"role": role, "content": parts}
     elif all(block.get("type") != "tool_result" for block in content):
         raise InvalidRequestError(
-            f"{where}.content is {shown(content)}, which shows nothing to the model: send a string, or a list with at "
-            "least one block of text, an image or a tool_result"
+            f"{where}.content is {shown(content)}, which contains nothing for the model to see: send a string, or a "
+            "list with at least one text, image or tool_result block"
         )
 
 

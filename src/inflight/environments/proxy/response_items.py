@@ -22,7 +22,7 @@ class ResponsesFormat(AnswerFormat):
     is_named = True
 
     def __init__(self, request: ResponsesRequest, model: str, sampling: SamplingParams) -> None:
-        """``sampling`` has the settings in force."""
+        """``sampling`` contains the sampling settings in force."""
         self._request = request
         self._sampling = sampling
         self._model = request.model or model
@@ -30,7 +30,7 @@ class ResponsesFormat(AnswerFormat):
         self._created = int(time.time())
         self._num_events = 0
         self._id = f"resp_{secrets.token_hex(12)}"
-        """The id of the answer once it is known, until then of a response that has failed before."""
+        """The id of the answer once it is known; before that, the id of a response that fails without an answer."""
         self._items: list[dict[str, Any]] = []
         """The items that have been streamed completely."""
         self._streamed: dict[str, Any] | None = None
@@ -111,7 +111,7 @@ class ResponsesFormat(AnswerFormat):
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}, place | {"content_index": 0}
 
     def _close(self, status: str = "completed") -> list[dict[str, Any]]:
-        """Return the events that end the streamed item. A message gets this status."""
+        """Return the events that end the streamed item. A message receives ``status``."""
         item = self._streamed
         if item is None:
             return []

@@ -27,12 +27,12 @@ _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 _NEEDED = {
     "function_call": "call_id, name and arguments as strings",
     "custom_tool_call": "call_id and name as strings",
-    "local_shell_call": "call_id as a string, and an action with a command",
+    "local_shell_call": "call_id as a string and an action with a command",
     **dict.fromkeys(
         ("function_call_output", "custom_tool_call_output", "local_shell_call_output"), "call_id as a string"
     ),
 }
-"""The fields without which an item cannot be converted, by the item's type."""
+"""The required fields of an item, by the item's type."""
 FindTurn = Callable[[str], ChatTurn | None]
 """Returns the turn that ended with an answer, by the answer's id."""
 
@@ -117,7 +117,7 @@ class ResponsesRequest(ProxyBody):
         form = (self.text or {}).get("format") or {"type": "text"}
         if not isinstance(form, Mapping) or form.get("type") != "text":
             raise InvalidRequestError(f"text.format is {str(form)[:80]!r}: only the type 'text' is supported")
-        try:  # the answer repeats them
+        try:  # the response repeats them
             json.dumps([self.tools, self.metadata], allow_nan=False)
         except ValueError as error:
             raise InvalidRequestError("tools or metadata contains a number that is not finite") from error
@@ -211,7 +211,7 @@ def _message(item: Mapping[str, Any], where: str) -> dict[str, Any] | None:
             return {"role": role, "content": _content(item.get("content"), f"{where}.content")}
     kind = item.get("type")
     if isinstance(kind, str) and kind in _NEEDED:
-        raise InvalidRequestError(f"{where} is {shown(item)}, but the type {kind!r} needs {_NEEDED[kind]}")
+        raise InvalidRequestError(f"{where} is {shown(item)}, but an item of type {kind!r} must have {_NEEDED[kind]}")
     raise InvalidRequestError(
         f"{where} has the type {str(kind)[:80]!r}: only messages, reasoning, and the calls and outputs of functions, "
         "custom tools and the local shell are supported"

@@ -1,4 +1,7 @@
-"""Reasoning in ``<think>`` tags before an answer: no tool is called in it, and some clients receive it separately."""
+"""Reasoning in ``<think>`` tags before an answer.
+
+Tool calls inside the reasoning are not parsed. Some clients receive the reasoning separately.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,8 @@ def opens_reasoning(prompt: str) -> bool:
 def split_reasoning(text: str, *, is_open: bool, is_whole: bool) -> tuple[str, str]:
     """Return the reasoning at the beginning of a reply, and the text after it.
 
-    ``is_open`` states that the prompt already ends with the opening tag. If the reply is still incomplete, only the
-    part that can no longer change is returned.
+    ``is_open`` states that the prompt already ends with the opening tag. If the reply is still incomplete
+    (``is_whole`` is False), only the parts that can no longer change are returned.
     """
     begun = text.lstrip()
     if not is_open and not begun.startswith(OPENS):
@@ -37,7 +40,10 @@ def split_reasoning(text: str, *, is_open: bool, is_whole: bool) -> tuple[str, s
 
 
 def num_reasoning_tokens(token_ids: Sequence[int], plain: Callable[[Sequence[int]], str]) -> int:
-    """Return the number of tokens up to the end of the reasoning; all of them if it has no end. ``plain`` decodes."""
+    """Return the number of tokens up to and including the closing tag; all of them if there is no closing tag.
+
+    ``plain`` decodes tokens.
+    """
     return bisect.bisect_left(range(len(token_ids)), True, key=lambda n: CLOSES in plain(token_ids[:n]))
 
 
@@ -55,7 +61,7 @@ def whole_reply(
 
 
 def certain_reply(said: str, reasoning: Reasoning, *, is_open: bool, may_call: bool) -> tuple[str, str]:
-    """Return the reasoning and the text of an incomplete reply that can no longer change."""
+    """Return the parts of an incomplete reply's reasoning and text that can no longer change."""
     thought, kept = "", ""
     if reasoning == "split":
         thought, said = split_reasoning(said, is_open=is_open, is_whole=False)
@@ -65,7 +71,10 @@ def certain_reply(said: str, reasoning: Reasoning, *, is_open: bool, may_call: b
 
 
 def _behind_reasoning(said: str, *, is_open: bool) -> tuple[str, str]:
-    """Return a reply up to the text after its reasoning, and that text. Reasoning without an end is the whole reply."""
+    """Return a reply's reasoning with its tags and the white space after them, and the text that follows.
+
+    The text is empty if the reasoning has no closing tag.
+    """
     if not is_open and not said.lstrip().startswith(OPENS):
         return "", said
     thought, closes, rest = said.partition(CLOSES)
