@@ -26,7 +26,7 @@ _SUPPORTED = {
     "lora": "LoRAs are",
     "releases_memory": "releases_memory is",
 }
-"""Needs that a capability of the same name meets, each with the subject of the sentence that denies it."""
+"""Needs that a capability of the same name meets, each with the beginning of the message that it is not supported."""
 
 
 def offers_of(

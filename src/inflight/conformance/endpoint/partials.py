@@ -47,9 +47,9 @@ arrives."""
 _NUM_TRIES = 4
 _PAUSING = (InFlightPolicy.KEEP, InFlightPolicy.RECOMPUTE)
 _MEANWHILE = 12
-_HALF_SEED, _HALF_TRIES = 76, 6
-"""Seeds of requests that are aborted when one of their two completions has ended."""
 """Number of tokens of another request, which runs to let time pass between two events."""
+_HALF_SEED, _HALF_TRIES = 76, 6
+"""First seed and number of attempts to abort a request when exactly one of its two completions has ended."""
 _REPORTED_S = 1.0
 """How long num_running may take to change, because an engine may update it only occasionally."""
 _MAX_SLOTS = 256
