@@ -5,8 +5,7 @@ real      the same for the weights of models/smollm2
 small     1,000 small tensors as one bucket, and broadcast one by one
 tokens    tokens that a server samples over an interval with one update, and without
 repeat    1,000 updates in a row: memory, file handles and shared memory before and after
-engines   real vLLM and SGLang with models/smollm2, under 0, 16 and 64 requests: our publish compared with the engines'
-          own ways to load new weights
+engines   real vLLM and SGLang: our publish compared with the engines' own ways to load new weights
 
 Every ratio is taken within one run on the same bytes. Results are added to results/weights.json.
 """
@@ -15,18 +14,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import os
 import statistics
 import tempfile
-import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +29,14 @@ import torch
 from benchmarks.results import DIRECTORY, read_results, write_results
 from safetensors.torch import save_file
 from tests.real_engines.servers import RealEngine, running
-from transformers import AutoModelForCausalLM
 
 from inflight.bench import limits
 from inflight.bench.server import BenchServer, make_model, serving
 from inflight.bench.weights import DEFAULT_TRANSPORTS, measure, sampling
 from inflight.bench.weights import table as table_of
-from inflight.contracts import InferenceEndpoint
 from inflight.weights.send.module import ModuleWeights
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
 from inflight.weights.transports import make_sender
-from inflight.wire import GenerateRequest, SamplingParams
 
 SIZES = (64_000_000, 1_000_000_000)
 SMOLLM2 = Path(__file__).parents[1] / "models" / "smollm2"
@@ -212,57 +204,16 @@ def _held_by(pid: int) -> dict[str, int]:
 
 def measure_engines() -> list[dict[str, Any]]:
     """Return seconds from new weights in the trainer to an engine that serves them: ours, and the engines' own ways."""
-    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype="float32")
     rows = []
-    for engine_name in ("vllm", "sglang"):
-        with tempfile.TemporaryDirectory() as made, running(engine_name, SMOLLM2, max_concurrent=64) as engine:
-            for num_running in (0, 16, 64):
-                with requests_running(engine, num_running):
-                    rows += _measure_engine(engine, model, Path(made) / "own", num_running)
+    with tempfile.TemporaryDirectory() as made:
+        model = make_model(Path(made) / "model", 256_000_000, "bfloat16")
+        for engine_name in ("vllm", "sglang"):
+            with running(engine_name, Path(made) / "model", dtype="bfloat16") as engine:
+                rows += _measure_engine(engine, model, Path(made))
     return rows
 
 
-@contextmanager
-def requests_running(engine: RealEngine, num_running: int) -> Iterator[None]:
-    """Keep so many requests running while the block runs: each that ends is followed by another."""
-    stopping = threading.Event()
-
-    async def client(endpoint: InferenceEndpoint, number: int) -> None:
-        sampling = SamplingParams(max_tokens=512, ignore_eos=True)
-        for i in itertools.count():
-            if stopping.is_set():
-                return
-            prompt = tuple(range(100 + number, 164 + number))
-            await endpoint.generate(
-                GenerateRequest(request_id=f"client-{number}-{i}", prompt_token_ids=prompt, sampling=sampling)
-            )
-
-    async def clients() -> None:
-        endpoint = engine.endpoint(generate_timeout_s=600.0)
-        try:
-            await asyncio.gather(*(client(endpoint, number) for number in range(num_running)))
-        finally:
-            await endpoint.aclose()
-
-    async def until_running() -> None:
-        endpoint = engine.endpoint()
-        try:
-            while (await endpoint.weight_version()).num_running < num_running:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-        finally:
-            await endpoint.aclose()
-
-    with ThreadPoolExecutor(1) as pool:
-        running_clients = pool.submit(asyncio.run, clients())
-        try:
-            asyncio.run(asyncio.wait_for(until_running(), 120.0))
-            yield
-        finally:
-            stopping.set()
-        running_clients.result(600.0)
-
-
-def _measure_engine(engine: RealEngine, model: Any, directory: Path, num_running: int) -> list[dict[str, Any]]:
+def _measure_engine(engine: RealEngine, model: Any, directory: Path) -> list[dict[str, Any]]:
     weights = ModuleWeights(model)
     capabilities = asyncio.run(_capabilities(engine))
     seconds: dict[str, list[float]] = {}
@@ -279,7 +230,7 @@ def _measure_engine(engine: RealEngine, model: Any, directory: Path, num_running
                 if i:
                     seconds.setdefault(f"inflight, {transport}", []).append(report.spans.total_s)
                     paused.setdefault(f"inflight, {transport}", []).append(report.spans.pause_s)
-        total_s, pause_s = _from_disk(engine, model, directory)
+        total_s, pause_s = _from_disk(engine, model, directory / "own")
         if i:
             seconds.setdefault("the engine's own, from a file", []).append(total_s)
             paused.setdefault("the engine's own, from a file", []).append(pause_s)
@@ -287,21 +238,17 @@ def _measure_engine(engine: RealEngine, model: Any, directory: Path, num_running
     rows = [
         {
             "engine": engine.kind.name,
-            "num_running": num_running,
             "how": how,
             "size_bytes": size_bytes,
             "seconds": found,
             "median_s": statistics.median(found),
             "pause_median_s": statistics.median(paused[how]),
-            "longest_pause_s": max(paused[how]),
         }
         for how, found in seconds.items()
     ]
     for row in rows:
         print(
-            f"{row['engine']}, {num_running} requests, {row['how']}: {row['median_s']:.3f} s, paused "
-            f"{row['pause_median_s']:.3f} s",
-            flush=True,
+            f"{row['engine']}, {row['how']}: {row['median_s']:.3f} s, paused {row['pause_median_s']:.3f} s", flush=True
         )
     return rows
 
