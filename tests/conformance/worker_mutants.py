@@ -1727,8 +1727,8 @@ class SettingsStick(FsdpWorker):
         return result
 
 
-class RateSticks(FsdpWorker):
-    """Later steps without settings use the last learning rate, but report the configured one."""
+class _Sticks(FsdpWorker):
+    """Later steps without settings use a part of the last settings; the configured learning rate is reported."""
 
     _latest: AdamSettings | None = None
 
@@ -1737,21 +1737,21 @@ class RateSticks(FsdpWorker):
         if settings is not None or self._latest is None:
             return super().step(settings)
         own, rate = self._config, learning_rate_at(self._version, self._config)
-        kept = AdamSettings(self._latest.learning_rate, own.betas, own.eps, own.weight_decay, own.max_gradient_norm)
-        return replace(super().step(kept), learning_rate=rate)
+        configured = AdamSettings(rate, own.betas, own.eps, own.weight_decay, own.max_gradient_norm)
+        return replace(super().step(self.mixed(configured, self._latest)), learning_rate=rate)
+
+    def mixed(self, configured: AdamSettings, latest: AdamSettings) -> AdamSettings:
+        raise NotImplementedError
 
 
-class BetasStick(FsdpWorker):
-    """Later steps without settings use the last betas."""
+class RateSticks(_Sticks):
+    def mixed(self, configured: AdamSettings, latest: AdamSettings) -> AdamSettings:
+        return replace(configured, learning_rate=latest.learning_rate)
 
-    _latest: AdamSettings | None = None
 
-    def step(self, settings: AdamSettings | None = None) -> StepResult:
-        self._latest = settings or self._latest
-        if settings is not None or self._latest is None:
-            return super().step(settings)
-        own, rate = self._config, learning_rate_at(self._version, self._config)
-        return super().step(AdamSettings(rate, self._latest.betas, own.eps, own.weight_decay, own.max_gradient_norm))
+class BetasStick(_Sticks):
+    def mixed(self, configured: AdamSettings, latest: AdamSettings) -> AdamSettings:
+        return replace(configured, betas=latest.betas)
 
 
 class KeepsMoments(FsdpWorker):

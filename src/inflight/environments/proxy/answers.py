@@ -189,8 +189,9 @@ class Answers:
             raise InvalidRequestError(f"turn {request.turn!r} is not the id of an answer of this episode")
 
     async def _prepare(self, request: Request) -> _PreparedRequest:
-        """Return a request, rendered and tokenized in a thread. Raises `ContextFullError` if there is no room for an
-        answer.
+        """Return a request, rendered and tokenized in a thread.
+
+        Raises `ContextFullError` if the prompt fills the context, so that no token of an answer fits.
         """
         asked = await self._rendered(lambda: self._asked(request))
         if len(asked.token_ids) > self._most_in_prompt:

@@ -40,7 +40,7 @@ def split_reasoning(text: str, *, is_open: bool, is_whole: bool) -> tuple[str, s
 
 
 def num_reasoning_tokens(token_ids: Sequence[int], plain: Callable[[Sequence[int]], str]) -> int:
-    """Return the number of tokens up to and including the closing tag; all of them if there is no closing tag.
+    """Return the number of tokens up to and including the closing tag, or of all tokens if the tag is missing.
 
     ``plain`` decodes tokens.
     """
