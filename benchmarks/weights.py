@@ -5,7 +5,8 @@ real      the same for the weights of models/smollm2
 small     1,000 small tensors as one bucket, and broadcast one by one
 tokens    tokens that a server samples over an interval with one update, and without
 repeat    1,000 updates in a row: memory, file handles and shared memory before and after
-engines   real vLLM and SGLang: our publish compared with the engines' own ways to load new weights
+engines   real vLLM and SGLang with models/smollm2, under 0, 16 and 64 requests: our publish compared with the engines'
+          own ways to load new weights
 
 Every ratio is taken within one run on the same bytes. Results are added to results/weights.json.
 """
@@ -22,6 +23,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import torch
 from benchmarks.results import DIRECTORY, read_results, write_results
 from safetensors.torch import save_file
 from tests.real_engines.servers import RealEngine, running
+from transformers import AutoModelForCausalLM
 
 from inflight.bench import limits
 from inflight.bench.server import BenchServer, make_model, serving
@@ -119,7 +122,7 @@ def measure_tokens() -> dict[str, Any]:
                 publish_weights(weights, publisher)
 
             update()
-            with sampling(server, 8):
+            with sampling(server.connect, 8):
                 _interval(server, INTERVAL_S / 4, update)
                 for _ in range(4):
                     without, with_one = _interval(server, INTERVAL_S, None), _interval(server, INTERVAL_S, update)
@@ -204,16 +207,17 @@ def _held_by(pid: int) -> dict[str, int]:
 
 def measure_engines() -> list[dict[str, Any]]:
     """Return seconds from new weights in the trainer to an engine that serves them: ours, and the engines' own ways."""
+    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype="float32")
     rows = []
-    with tempfile.TemporaryDirectory() as made:
-        model = make_model(Path(made) / "model", 256_000_000, "bfloat16")
-        for engine_name in ("vllm", "sglang"):
-            with running(engine_name, Path(made) / "model", dtype="bfloat16") as engine:
-                rows += _measure_engine(engine, model, Path(made))
+    for engine_name in ("vllm", "sglang"):
+        with tempfile.TemporaryDirectory() as made, running(engine_name, SMOLLM2, max_concurrent=64) as engine:
+            for num_requests in (0, 16, 64):
+                with sampling(partial(engine.endpoint, generate_timeout_s=3600.0), num_requests):
+                    rows += _measure_engine(engine, model, Path(made) / "own", num_requests)
     return rows
 
 
-def _measure_engine(engine: RealEngine, model: Any, directory: Path) -> list[dict[str, Any]]:
+def _measure_engine(engine: RealEngine, model: Any, directory: Path, num_requests: int) -> list[dict[str, Any]]:
     weights = ModuleWeights(model)
     capabilities = asyncio.run(_capabilities(engine))
     seconds: dict[str, list[float]] = {}
@@ -230,7 +234,7 @@ def _measure_engine(engine: RealEngine, model: Any, directory: Path) -> list[dic
                 if i:
                     seconds.setdefault(f"inflight, {transport}", []).append(report.spans.total_s)
                     paused.setdefault(f"inflight, {transport}", []).append(report.spans.pause_s)
-        total_s, pause_s = _from_disk(engine, model, directory / "own")
+        total_s, pause_s = _from_disk(engine, model, directory)
         if i:
             seconds.setdefault("the engine's own, from a file", []).append(total_s)
             paused.setdefault("the engine's own, from a file", []).append(pause_s)
@@ -238,17 +242,21 @@ def _measure_engine(engine: RealEngine, model: Any, directory: Path) -> list[dic
     rows = [
         {
             "engine": engine.kind.name,
+            "num_requests": num_requests,
             "how": how,
             "size_bytes": size_bytes,
             "seconds": found,
             "median_s": statistics.median(found),
             "pause_median_s": statistics.median(paused[how]),
+            "longest_pause_s": max(paused[how]),
         }
         for how, found in seconds.items()
     ]
     for row in rows:
         print(
-            f"{row['engine']}, {row['how']}: {row['median_s']:.3f} s, paused {row['pause_median_s']:.3f} s", flush=True
+            f"{row['engine']}, {num_requests} requests, {row['how']}: {row['median_s']:.3f} s, paused "
+            f"{row['pause_median_s']:.3f} s",
+            flush=True,
         )
     return rows
 

@@ -18,6 +18,7 @@ import torch
 
 from inflight.engines.embedded.tiny import EOS, VOCAB_SIZE, save_tiny_model
 from inflight.errors import ConfigError
+from inflight.http.client import HttpEndpoint
 
 _START_S = 180.0
 _STOP_S = 20.0
@@ -32,6 +33,10 @@ class BenchServer:
     url: str
     token: str
     pid: int
+
+    def connect(self) -> HttpEndpoint:
+        """Return a new client of the server."""
+        return HttpEndpoint(self.url, token=self.token)
 
 
 def make_model(path: Path, size_bytes: int, dtype: str) -> Any:

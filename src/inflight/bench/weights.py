@@ -26,8 +26,8 @@ from inflight.base.text_tables import align_columns
 from inflight.base.unknown_names import unknown_name
 from inflight.bench import limits
 from inflight.bench.server import BenchServer, make_model, serving
+from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InflightError
-from inflight.http.client import HttpEndpoint
 from inflight.types import PublishReport
 from inflight.weights.send.module import ModuleWeights
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
@@ -168,7 +168,7 @@ def _measure_transport(
             is_busy = i > num_rounds
             weights.version += 1
             _change(model, changed_share, seed=weights.version)
-            with sampling(server, num_requests) if is_busy else nullcontext():
+            with sampling(server.connect, num_requests) if is_busy else nullcontext():
                 report = publish_weights(weights, publisher)
             if i in (0, num_rounds + 1):
                 continue  # warm-up: the first publish touches new memory, the first busy one waits for the prompts
@@ -267,15 +267,19 @@ def _change(model: Any, share: float, seed: int) -> None:
 
 
 @contextmanager
-def sampling(server: BenchServer, num_requests: int) -> Iterator[None]:
-    """Keep requests running on the server while the context is open."""
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(_requests(server, num_requests)):
+def sampling(connect: Callable[[], InferenceEndpoint], num_requests: int) -> Iterator[None]:
+    """Keep requests running on the server that ``connect`` connects to while the context is open.
+
+    Each request asks for up to 4,000 tokens. Raises `InflightError` if they are not all running at the same time within
+    60 s.
+    """
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(_requests(connect, num_requests)):
         yield
 
 
 @asynccontextmanager
-async def _requests(server: BenchServer, num_requests: int) -> AsyncIterator[None]:
-    endpoint = HttpEndpoint(server.url, token=server.token)
+async def _requests(connect: Callable[[], InferenceEndpoint], num_requests: int) -> AsyncIterator[None]:
+    endpoint = connect()
     most = (await endpoint.capabilities()).max_model_len - len(_PROMPT)
     params = SamplingParams(max_tokens=min(4000, most), ignore_eos=True)
     requests = [
@@ -283,12 +287,15 @@ async def _requests(server: BenchServer, num_requests: int) -> AsyncIterator[Non
         for _ in range(num_requests)
     ]
     async with aclosing(endpoint), run_in_background(*(endpoint.generate(request) for request in requests)):
+        num_running = 0
         try:
             async with asyncio.timeout(60):
-                while (await endpoint.weight_version()).num_running < num_requests:  # noqa: ASYNC110
+                while num_running < num_requests:
+                    num_running = (await endpoint.weight_version()).num_running
                     await asyncio.sleep(0.01)
         except TimeoutError as error:
             raise InflightError(
-                f"the server was not running {num_requests} requests at the same time within 60 s"
+                f"the server was not running {num_requests} requests at the same time within 60 s; {num_running} of "
+                "them were running at the end"
             ) from error
         yield
