@@ -206,7 +206,9 @@ def engine(record: Record) -> list[str]:
         if incarnation.exit != 0 or incarnation.version < incarnation.resumed_version + PACED_AFTER + 1:
             continue
         # On a busy machine, the engine may join so late that nothing is issued any more.
-        was_late = "cannot take part yet" in incarnation.said or incarnation.num_issued_since_joined == 0
+        if incarnation.num_issued_since_joined == 0:
+            continue
+        was_late = "cannot take part yet" in incarnation.said
         if had_to_sample and not was_late and incarnation.num_engine_groups == 0:
             problems.append(f"{name}: the engine sampled nothing, although nothing struck it")
         elif incarnation.engine_up_s > record.schedule.deadlines.back_s and incarnation.num_groups_since == 0:

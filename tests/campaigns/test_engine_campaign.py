@@ -172,8 +172,9 @@ def test_a_planted_fault_of_an_engine_is_found(with_engine, plant):
     assert "engine" in judge(with_engine)
 
 
-def test_an_engine_that_joined_after_the_last_request_may_have_sampled_nothing(with_engine):
-    never_uses_the_engine(with_engine)
+@pytest.mark.parametrize("plant", [never_uses_the_engine, does_not_use_the_engine_again])
+def test_an_engine_that_joined_after_the_last_request_may_have_sampled_nothing(with_engine, plant):
+    plant(with_engine)
     with_engine.incarnations[1].num_issued_since_joined = 0
     assert judge(with_engine) == {}
 
