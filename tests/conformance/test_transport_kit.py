@@ -24,6 +24,7 @@ from inflight.conformance.transport.sockets import is_loopback, is_wildcard
 from inflight.conformance.transport.subject import TransportSubject
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.errors import ConfigError
+from inflight.types import WeightBucket
 from inflight.weights.transports import device_memory
 from inflight.weights.transports.device_memory import HostMemory
 from inflight.weights.transports.installed import ProcessGroupTransport
@@ -67,10 +68,16 @@ def test_the_transport_of_the_docs_conforms() -> None:
 
 
 class _PatientSender(TcpSender):
-    """Restarts the timeout for each rank that it sends to."""
+    """Restarts the timeout of a send for each rank that it sends to."""
+
+    rank_s = 0.0
+
+    def send(self, bucket: WeightBucket, timeout_s: float) -> None:
+        self.rank_s = timeout_s
+        super().send(bucket, timeout_s)
 
     def write(self, to: socket.socket, data: memoryview, deadline: float) -> None:
-        super().write(to, data, time.monotonic() + 3.0)
+        super().write(to, data, max(deadline, time.monotonic() + self.rank_s))
 
 
 class _PatientTransport(TcpTransport):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from inflight.engines.embedded.tiny import EOS, PAD, VOCAB_SIZE, byte_tokenizer
 from inflight.engines.embedded.tiny_images import TinyImageShape, create_tiny_image_model, save_tiny_image_model
@@ -95,4 +96,25 @@ def make_model_of_pairs(path: Path) -> Path:
     content["model"]["vocab"] |= {first + second: VOCAB_SIZE + i for i, (first, second) in enumerate(pairs)}
     content["model"]["merges"] = [list(pair) for pair in pairs]
     Tokenizer.from_str(json.dumps(content)).save(str(file))
+    return path
+
+
+def make_model_of_text(path: Path, text: str) -> Path:
+    """Write a checkpoint like that of `make_tiny_model` that samples ``text`` again and again; return ``path``.
+
+    The text has at most 32 bytes, which are all different.
+    """
+    make_tiny_model(path)
+    ids, file = list(text.encode()), path / "model.safetensors"
+    weights = load_file(file)
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()  # only the last token decides what follows
+    embedding, head = weights["model.embed_tokens.weight"].zero_(), weights["lm_head.weight"].zero_()
+    weights["model.norm.weight"].fill_(1.0)
+    embedding[:, len(ids) - 1] = 1.0  # after any other token, the text begins
+    for i, (token, following) in enumerate(zip(ids, [*ids[1:], ids[0]], strict=True)):
+        embedding[token].zero_()[i] = 1.0
+        head[following, i] = 20.0
+    save_file(weights, file, metadata={"format": "pt"})
     return path

@@ -12,7 +12,7 @@ from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import require_right_logprobs
 from inflight.conformance.endpoint.repeats import least_common, require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.models import make_model_of_pairs
+from inflight.conformance.models import make_model_of_pairs, make_model_of_text
 from inflight.conformance.reference import ReferenceCheckpoint, distribution
 from inflight.errors import InvalidRequestError
 from inflight.wire import Completion, SamplingParams
@@ -30,6 +30,8 @@ _STOP_LENGTHS = (2, 4, 3, 2)
 _MOST_SEEDS = 40
 """Maximum number of completions that are searched for a place at which to stop."""
 _NEVER = "\x00 never"
+_LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
+"""Characters of three bytes each, all of them different."""
 _NUM_STOP_STRINGS, _NUM_STOP_TOKENS = 6, 40
 """Numbers of stop strings and stop tokens in requests where only the last of them occurs. OpenAI's limit is 4
 strings."""
@@ -84,7 +86,7 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
 @look_at("whether tokens are cut with the text, and whether the text is searched after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes any of its stop strings, even if the string ends within that token
-    or is a single character that several tokens spell. That token is listed with its logprob, and the finish reason is
+    or its characters take several tokens each. That token is listed with its logprob, and the finish reason is
     stop. A stop string that lies or begins in the prompt, or in an earlier part of the completion, does not end the
     completion."""
     tokenizer = subject.reference.tokenizer
@@ -118,6 +120,7 @@ async def stop_strings(subject: EndpointSubject) -> None:
     _require_most_stopped(subject, num_stopped, num_cases)
     await _require_stopped_at_once(subject, tokenizer)
     await _require_stopped_by_a_character(subject, tokenizer)
+    await _require_stopped_by_long_characters(subject)
     await _require_each_stopped_by_text(subject, tokenizer)
     await _require_prompt_ignored(subject, tokenizer)
 
@@ -169,6 +172,20 @@ async def _require_stopped_by_a_character(subject: EndpointSubject, tokenizer: A
             subject.note(character_of_several_tokens=stop)
             return
     subject.note(character_of_several_tokens=f"none in {_MOST_SEEDS} completions")
+
+
+async def _require_stopped_by_long_characters(subject: EndpointSubject) -> None:
+    """Require that a completion ends at a stop string with more bytes than characters, from an endpoint that serves a
+    model of such a text."""
+    if subject.missing("fresh") is not None:
+        return
+    reference = ReferenceCheckpoint(make_model_of_text(subject.directory / "text", _LONG_CHARACTERS))
+    endpoint = (await subject.fresh(reference.path)).endpoint
+    request = {"max_tokens": 48, "temperature": 0.0, "stop": (_LONG_CHARACTERS,)}
+    found = await subject.generate(subject.prompt(), endpoint=endpoint, **request)
+    what = f"stop string {_LONG_CHARACTERS!r}, each character of which three tokens spell"
+    _require_ended(found, _completing(reference.tokenizer, _LONG_CHARACTERS, found), 48, what)
+    subject.note(characters_of_three_tokens=len(found.token_ids))
 
 
 def _spelled_character(tokenizer: Any, token_ids: Sequence[int]) -> str | None:

@@ -18,11 +18,13 @@ from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
 from inflight.conformance.endpoint.loras import SPEC as LORA
 from inflight.conformance.endpoint.loras import make_lora, merge_lora
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
+from inflight.conformance.endpoint.scoring import plain_request
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, SLOWNESS, within
 from inflight.conformance.reference import ReferenceWeights
+from inflight.contracts import ScoringEndpoint
 from inflight.errors import EndpointError, PoisonedError, TransferError, UpdateAbortedError, UpdateRefusedError
-from inflight.wire import EndpointState, InFlightPolicy, WeightUpdate
+from inflight.wire import EndpointState, InFlightPolicy, ScoreResponse, WeightUpdate
 
 LEVEL = "faults"
 _SHORT_S = 0.7
@@ -213,6 +215,9 @@ async def _poison(
         running = await subject.start_running(4)
     update = await subject.publisher.request(weights, in_flight=policy, staged=staged)
     waiting = [] if staged else subject.start(2, subject.remaining_tokens())  # too long to end by themselves
+    scores: list[asyncio.Task[ScoreResponse]] = []
+    if isinstance(subject.endpoint, ScoringEndpoint) and subject.capabilities.scoring and not staged:
+        scores = [subject.begin(subject.endpoint.score(plain_request(subject, subject.prompt(), 1)))]
     await subject.publisher.send(update, weights, 0)
     assert subject.can_fail is not None
     subject.can_fail.fails = failure
@@ -220,6 +225,11 @@ async def _poison(
     await subject.require_raises(commit, PoisonedError, what, update.lease_s)
     await _require_ended(running, f"requests that ran during {what}")
     await _require_ended(waiting, f"requests that waited during {what}")
+    waited = f"a score request that waited during {what}"
+    for answer in await within(SLACK_S, asyncio.gather(*scores, return_exceptions=True), waited):
+        # An adapter that fails at its very end may have resumed sampling already.
+        has_ended = isinstance(answer, EndpointError | ScoreResponse)
+        require(has_ended, f"{waited} ended with {answer!r}, not with an EndpointError")
 
 
 async def _require_ended(running: Running, what: str) -> None:

@@ -31,8 +31,9 @@ _FALSE_ALARM = 1e-6
 @check("U-35", "updates recompute spans", deadline_s=60)
 @look_at("an incomplete list of running requests, and chunks of prompts that were prefilled before the pause")
 async def everything_recomputed(subject: EndpointSubject) -> None:
-    """Under recompute, every running request is recomputed, however many run, and a request whose prompt is being
-    prefilled when the update arrives keeps nothing that the old weights computed either."""
+    """Under recompute, every running request is recomputed, however many run and even if the update's version is the
+    one that is served, and a request whose prompt is being prefilled when the update arrives keeps nothing that the old
+    weights computed either."""
     reference, publisher = subject.reference, subject.publisher
     other = reference.perturbed("B")
     largest, num_tokens = 0.0, 0
@@ -49,6 +50,7 @@ async def everything_recomputed(subject: EndpointSubject) -> None:
         require(gap <= subject.tolerance, f"of {len(answers)} requests that ran during the update, {_off(i, gap)}")
     subject.note(**{"running": len(answers), "tokens after the update": num_tokens, "largest difference": largest})
     await _recomputed_while_prefilled(subject, (reference.weights, other))
+    await _recomputed_under_the_same_version(subject)
 
 
 async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[ReferenceWeights]) -> None:
@@ -77,6 +79,28 @@ async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[
     subject.note(
         **{"prompts prefilled or waiting when updates arrived": num_after, "largest difference there": largest}
     )
+
+
+async def _recomputed_under_the_same_version(subject: EndpointSubject) -> None:
+    """Require that requests that run while another run publishes other weights as the version that is served are
+    recomputed: their last tokens show it."""
+    other, version = subject.reference.perturbed("C", seed=2), subject.publisher.version
+    subject.publisher.lose_group()
+    another = subject.another_publisher()
+    for length in subject.lengths(_NUM_TOKENS):
+        running = await subject.start_running(2, max_tokens=length)
+        await another.publish(other, version=version, in_flight=InFlightPolicy.RECOMPUTE)
+        continued = [not task.done() for _, task in running]
+        answers = [(request, (await task).completions[0]) for request, task in running]
+        if any(continued):
+            break
+        await another.publish(subject.reference.weights, version=version)
+    for (request, completion), has_continued in zip(answers, continued, strict=True):
+        if has_continued:
+            gap = subject.gap(other, request, completion, start=len(completion.token_ids) - 1)
+            words = f"after an update with the version that is served already, {_off(0, gap)}"
+            require(gap <= subject.tolerance, words)
+    subject.note(**{"running while the served version was published again": sum(continued)})
 
 
 def _off(index: int, gap: float) -> str:

@@ -16,15 +16,19 @@ import torch
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.models import make_tiny_model
+from inflight.conformance.reference import ReferenceCheckpoint
+from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.checkpoints import load_causal_lm
-from inflight.wire import Completion, RoutedExperts
+from inflight.wire import Capabilities, Completion, InFlightPolicy, RoutedExperts
 
 LEVEL = "tokens"
 _CHOSEN = 2
 """Number of experts per token in each layer of the kit's mixture of experts."""
 _LENGTHS = ((3, 24), (17, 9), (40, 15))
 """Numbers of tokens in a prompt and in its completion."""
+_SAMPLED_S = 0.05
+"""Time for the first tokens of a completion."""
 _WRONG = {"float32": 0.002, "float64": 0.002}
 """Maximum share of tokens, over all layers, whose experts may differ because sums are rounded in a different order."""
 
@@ -36,7 +40,8 @@ _WRONG = {"float32": 0.002, "float64": 0.002}
 )
 async def experts(subject: EndpointSubject) -> None:
     """Where routed_experts are supported, a completion whose request asks for them reports, for each token that went
-    through the model, prompt included, the experts that the model's routers choose for it after the same tokens."""
+    through the model, prompt included, the experts that the model's routers choose for it after the same tokens. If a
+    token is recomputed under new weights, its first record counts."""
     path = make_tiny_model(subject.directory / "experts", family="qwen3_moe")
     try:
         endpoint = (await subject.fresh(path)).endpoint
@@ -72,6 +77,40 @@ async def experts(subject: EndpointSubject) -> None:
     allowed = _WRONG.get(can.dtype, 0.1)
     subject.note(**{"tokens and layers": total, "with other experts": wrong})
     require(wrong <= allowed * total, f"{wrong} of {total} choices of experts differ from those of the model's routers")
+    if InFlightPolicy.RECOMPUTE in can.in_flight_policies and {"gloo", "nccl"} & set(can.transports):
+        await _require_first_records(subject, path, endpoint, can)
+
+
+async def _require_first_records(
+    subject: EndpointSubject, path: Path, endpoint: InferenceEndpoint, can: Capabilities
+) -> None:
+    """Require that a completion that an update recomputes reports the experts with which its tokens were sampled."""
+    reference, publisher = ReferenceCheckpoint(path), subject.publisher_to(endpoint, can)
+    other = reference.perturbed("B")
+    paths = {0: path, 1: reference.save(other, subject.directory / "other-experts")}
+    prompt = [token % can.vocab_size for token in subject.prompt(9, seed=80)]
+    for length in (100, 400, can.max_model_len - len(prompt)):
+        request = subject.request(prompt, max_tokens=length).model_copy(update={"routed_experts": True})
+        task = subject.begin(endpoint.generate(request))
+        await asyncio.sleep(_SAMPLED_S)
+        await publisher.publish(other, in_flight=InFlightPolicy.RECOMPUTE)
+        completion = (await task).completions[0]
+        if len(completion.version_spans) == 2:
+            break
+        await publisher.publish(reference.weights)
+        paths = {publisher.version: path, publisher.version + 1: paths[max(paths)]}
+    else:
+        return
+    ids = (*request.prompt_token_ids, *completion.token_ids)[:-1]
+    old_TLK, new_TLK = (_chosen(paths[span.version], can.dtype, ids) for span in completion.version_spans)
+    num_old = len(request.prompt_token_ids) + completion.version_spans[1].start - 1
+    expected_TLK = np.concatenate([old_TLK[:num_old], new_TLK[num_old:]])
+    found_TLK = _rows(completion, expected_TLK.shape)
+    wrong_TL = (np.sort(found_TLK, axis=-1) != np.sort(expected_TLK, axis=-1)).any(axis=-1)
+    subject.note(**{"tokens before and after a recompute": (num_old, len(ids) - num_old)})
+    words = f"{int(wrong_TL.sum())} of {wrong_TL.size} choices of experts in a completion that an update recomputed"
+    allowed = _WRONG.get(can.dtype, 0.1)
+    require(wrong_TL.mean() <= allowed, f"{words} are not those with which its tokens were sampled")
 
 
 @check("E-81")

@@ -159,20 +159,20 @@ async def refused_scores(subject: EndpointSubject) -> None:
         (subject.prompt(longest + 1), f"{longest + 1} tokens in a context of {longest}"),
         ((1, can.vocab_size), f"token id {can.vocab_size} in a vocabulary of {can.vocab_size}"),
     ):
-        request = _plain(subject, token_ids, 1)
+        request = plain_request(subject, token_ids, 1)
         await subject.require_raises(_endpoint(subject).score(request), InvalidRequestError, what)
-    request = _plain(subject, subject.prompt(), 1).model_copy(update={"top_k": can.max_top_k + 1})
+    request = plain_request(subject, subject.prompt(), 1).model_copy(update={"top_k": can.max_top_k + 1})
     refusals = (UnsupportedError, InvalidRequestError)  # the latter if no message may request so many
     await subject.require_raises(_endpoint(subject).score(request), refusals, f"top_k {can.max_top_k + 1}")
     if can.candidates:
-        request = _plain(subject, (1, 2), 1).model_copy(update={"candidates": ((3, can.vocab_size),)})
+        request = plain_request(subject, (1, 2), 1).model_copy(update={"candidates": ((3, can.vocab_size),)})
         what = f"candidate {can.vocab_size} in a vocabulary of {can.vocab_size}"
         await subject.require_raises(_endpoint(subject).score(request), InvalidRequestError, what)
     else:
-        request = _plain(subject, (1, 2), 1).model_copy(update={"candidates": ((3,),)})
+        request = plain_request(subject, (1, 2), 1).model_copy(update={"candidates": ((3,),)})
         await subject.require_raises(_endpoint(subject).score(request), UnsupportedError, "candidates")
     await subject.require_state(EndpointState.READY, "after the refusals")
-    (response,) = await _scored(subject, [_plain(subject, subject.prompt(), 1)])
+    (response,) = await _scored(subject, [plain_request(subject, subject.prompt(), 1)])
     subject.note(scored=len(response.logprobs))
 
 
@@ -185,7 +185,7 @@ async def no_scores(subject: EndpointSubject) -> None:
     endpoint = subject.endpoint
     if isinstance(endpoint, ScoringEndpoint):
         await subject.require_raises(
-            endpoint.score(_plain(subject, subject.prompt(), 1)), UnsupportedError, "a score request"
+            endpoint.score(plain_request(subject, subject.prompt(), 1)), UnsupportedError, "a score request"
         )
 
 
@@ -198,7 +198,8 @@ async def require_right_scores(subject: EndpointSubject, token_ids: Sequence[int
     _require_scores(subject, subject.reference.weights, request, response, what)
 
 
-def _plain(subject: EndpointSubject, token_ids: Sequence[int], start: int) -> ScoreRequest:
+def plain_request(subject: EndpointSubject, token_ids: Sequence[int], start: int) -> ScoreRequest:
+    """Return a request for the scores alone."""
     return ScoreRequest(request_id=subject.request().request_id, token_ids=tuple(token_ids), start=start)
 
 

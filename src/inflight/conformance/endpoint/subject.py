@@ -176,6 +176,12 @@ class EndpointSubject:
         self._per_check.callback(other.lose_group)
         return other
 
+    def publisher_to(self, endpoint: InferenceEndpoint, capabilities: Capabilities) -> SteppedPublisher:
+        """Return the trainer side of a run that publishes to an endpoint from `fresh`, for this check."""
+        publisher = SteppedPublisher(endpoint, capabilities)
+        self._per_check.callback(publisher.lose_group)
+        return publisher
+
     async def another_connection(self) -> InferenceEndpoint:
         """Return another client that lasts until the check ends, or the same endpoint if it does not speak HTTP."""
         return self.endpoint if self.opened.url is None else await self.another_client()

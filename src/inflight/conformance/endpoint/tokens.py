@@ -96,6 +96,9 @@ async def refusals(subject: EndpointSubject) -> None:
     ((running, answer),) = await subject.start_running(1, max_tokens=min(300, subject.remaining_tokens()))
     twice = subject.request(max_tokens=4).model_copy(update={"request_id": running.request_id})
     await subject.require_raises(subject.endpoint.generate(twice), refusal, "the id of a running request, used again,")
+    if subject.capabilities.streaming:
+        stream = _read(subject, twice.model_copy(update={"stream": True}))
+        await subject.require_raises(stream, refusal, "a stream with the id of a running request")
     for length, max_tokens in ((longest, 1), (longest + 100, 1), (longest + 100, None), (12, longest), (12, 10**6)):
         request = subject.request(subject.prompt(length), max_tokens=max_tokens)
         what = f"a prompt of {length} with max_tokens={max_tokens} in a context of {longest}"
@@ -114,6 +117,9 @@ async def refusals(subject: EndpointSubject) -> None:
         await until_running(subject, 1, _FIRST_S, "a stream was not the only request that ran")
         twice = subject.request(max_tokens=4).model_copy(update={"request_id": request.request_id})
         await subject.require_raises(subject.endpoint.generate(twice), refusal, "the id of a stream, used again,")
+        twice = twice.model_copy(update={"stream": True})
+        await subject.require_raises(_read(subject, twice), refusal, "a second stream with the id of a stream")
+        await asyncio.sleep(_ADMITTED_S)
         require(not reader.done(), "a stream ended when its id was used again")
         await cancel_and_wait(reader)
     await _require_waiting_id_in_use(subject)

@@ -65,9 +65,12 @@ def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
 
 @check("T-11", look_at="send: call .contiguous() before reading the bytes")
 def strided_tensors_arrive_row_major(t: TransportSubject) -> None:
-    """Tensors that are not contiguous arrive row-major."""
+    """Tensors that are not contiguous arrive row-major, even if they adjoin one another in memory."""
     source = torch.arange(24, dtype=torch.float32).reshape(4, 6)
-    _require_arrival(t, t.form(), bucket_of(source.t(), source[:, ::2], source[0].expand(3, 6)))
+    receivers = t.form()
+    _require_arrival(t, receivers, bucket_of(source.t(), source[:, ::2], source[0].expand(3, 6)))
+    stacked = torch.arange(72, dtype=torch.float32).reshape(3, 4, 6)  # as the weights of experts
+    _require_arrival(t, receivers, bucket_of(*(part.t() for part in stacked)))
 
 
 @check("T-12", deadline_s=30, look_at="short writes and reads, limits on the size of a message, remainders of chunks")

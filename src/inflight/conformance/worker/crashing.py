@@ -41,6 +41,8 @@ class _Instants:
 
     def __init__(self, directory: Path, copies: Path) -> None:
         self._directory, self._copies = directory, copies
+        self._previous = {it.stat().st_ino for it in (directory / _NAME).rglob("*") if it.is_file()}
+        """The files of the previous checkpoint, which may be removed one by one."""
         self._seen: set[object] = set()
         self._is_copying = False
         self.found: list[Path] = []
@@ -60,7 +62,10 @@ class _Instants:
         checkpoint = self._directory / _NAME
         top = checkpoint if checkpoint.exists() else self._directory
         files = [(str(it.relative_to(self._directory)), it.stat()) for it in sorted(top.rglob("*"))]
-        state = tuple((name, it.st_ino, it.st_size, it.st_mtime_ns) for name, it in files)
+        state = (
+            tuple((name, it.st_ino, it.st_size, it.st_mtime_ns) for name, it in files),
+            sum(it.stat().st_ino in self._previous for it in self._directory.rglob("*")),
+        )
         if state not in self._seen:
             self._seen.add(state)
             copy = self._copies / str(len(self.found))

@@ -8,7 +8,7 @@ import torch
 
 from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.worker.batches import every_target, make_batch, take_steps
+from inflight.conformance.worker.batches import accumulate, every_target, make_batch, take_steps
 from inflight.conformance.worker.gathering import differing, gathered, same_bits
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import WorkerSubject
@@ -116,7 +116,8 @@ def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
 @check("W-33")
 @look_at("a copy kept from an earlier gather; parameters that a forward before the step left unsharded")
 def every_gather_is_fresh(subject: WorkerSubject) -> None:
-    """After a step, gather_weights() yields the weights of that step."""
+    """After a step, gather_weights() yields the weights of that step, and forward() computes with them, even if the
+    worker called either before the step."""
     _compare_with_forward(subject, tied=False, gather_first=True)
 
 
@@ -130,7 +131,11 @@ def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: b
     if gather_first:
         gathered(worker)
     start_T = _logprobs(worker, batch)
-    take_steps(worker, [make_batch((14, 8), seed=111 + 10 * seed + subject.data_rank) for seed in range(_NUM_STEPS)])
+    for seed in range(_NUM_STEPS):
+        accumulate(worker, [make_batch((14, 8), seed=111 + 10 * seed + subject.data_rank)])
+        if gather_first:
+            _logprobs(worker, batch)
+        worker.step()
     end_T = _logprobs(worker, batch)
     weights = gathered(worker)
     if subject.rank != 0:

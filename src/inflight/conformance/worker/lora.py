@@ -33,6 +33,7 @@ _OF_EXPERTS = ("down_proj",)
 ADAPTER = Path("adapter") / "adapter_model.safetensors"
 _LENGTHS = (9, 14, 5)
 _BUCKET_BYTES = 4096
+_DROPOUT = 0.3
 
 
 @check("W-47", look_at="the scale alpha / rank, whether dropout is off, and whether both halves get their gradients")
@@ -115,24 +116,31 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
 
 @check("W-50", deadline_s=30)
 @look_at(
-    "whether A, B and their moments are saved and read; `adapter/` must contain them under PEFT's names, with a "
-    "`lora_alpha` that PEFT divides by the rank"
+    "whether A, B and their moments are saved and read, and what counts the draws of dropout; `adapter/` must contain "
+    "them under PEFT's names, with a `lora_alpha` that PEFT divides by the rank"
 )
 def a_lora_resumes(subject: WorkerSubject) -> None:
     """A worker that trains a LoRA resumes from its checkpoint: the LoRA is restored bit for bit, and later steps are
-    the same as without a save and a load. The LoRA is stored next to the checkpoint in PEFT's format, with the rank,
-    scale and layers in adapter_config.json."""
-    steady, path = _lora_worker(subject), subject.fresh_path("lora-resumed")
+    the same as without a save and a load, dropout included. A save changes no weights. The LoRA is stored next to the
+    checkpoint in PEFT's format, with the rank, scale and layers in adapter_config.json."""
+    steady, path = _lora_worker(subject, dropout=_DROPOUT), subject.fresh_path("lora-resumed")
     batches = [make_batch(_LENGTHS, seed=500 + 10 * n + subject.data_rank) for n in range(4)]
     take_steps(steady, batches[:2])
-    steady.save(path)
+    with torch.no_grad():
+        before_T = steady.forward(batches[0])
+        steady.save(path)
+        after_T = steady.forward(batches[0])
+    words = f"save() changes the logprobs of its own worker by up to {float((after_T - before_T).abs().max()):.2e} nats"
+    subject.require_on_all_ranks(torch.equal(before_T, after_T), words)
     saved = gathered(steady)
     subject.ranks.wait_for_all()
     if subject.rank == 0:
         _require_adapter(subject, path, saved, _spec(steady))
     take_steps(steady, batches[2:])
     expected = gathered(steady)
-    for name, resumed in {"a new worker": _lora_worker(subject), "the worker that continued": steady}.items():
+    new = _lora_worker(subject, dropout=_DROPOUT)
+    for name, resumed in {"a new worker": new, "the worker that continued": steady}.items():
+        accumulate(resumed, batches[:1])  # the load discards the gradient, and what the forward pass has drawn
         resumed.load(path)
         changed = differing(saved, gathered(resumed))
         subject.note(**{f"version ({name})": resumed.version, f"differing tensors ({name})": len(changed)})
@@ -240,10 +248,11 @@ def _require_adapter(subject: WorkerSubject, path: Path, saved: Weights, spec: L
     require(not strange, f"{words} {shortened(sorted(strange), 3)}")
 
 
-def _lora_worker(subject: WorkerSubject) -> TrainerWorker:
+def _lora_worker(subject: WorkerSubject, dropout: float = 0.0) -> TrainerWorker:
     """Return a new worker with the option ``lora``; skip the check if the worker cannot be created."""
+    settings = _settings(subject).model_copy(update={"dropout": dropout})
     try:
-        worker = subject.create(lora=_settings(subject).model_dump())
+        worker = subject.create(lora=settings.model_dump())
     except (ConfigError, UnsupportedError) as error:
         skip(f"it trains no LoRA: {error}")
     if not isinstance(worker, LoraSource):
