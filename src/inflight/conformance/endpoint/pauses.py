@@ -208,7 +208,8 @@ async def _begin_stream(
 
 @check("E-35", "updates drain", deadline_s=40, look_at=_DRAIN)
 async def drain_out_of_time(subject: EndpointSubject) -> None:
-    """A drain that takes longer than the update's deadline is refused, and every request continues."""
+    """A drain that takes longer than the update's deadline is refused, and every request continues; once they have
+    ended, new requests are served."""
     await subject.publisher.form_group()
     running = await subject.start_running(4, max_tokens=min(500, subject.context_len * 3 // 4))
     options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S}
@@ -218,6 +219,7 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
         await require_all_whole(subject.start(1, 16), "a request after a drain was refused")
     await require_old_weights(subject, "after a drain was refused")
     await require_all_whole(running, "a request that ran while a drain was refused")
+    await require_all_whole(subject.start(1, 16), "a request after those that a refused drain waited for had ended")
 
 
 @check("E-36", "updates abort", deadline_s=75)
