@@ -12,15 +12,17 @@ import torch
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import require_old_weights, require_recovers, wait_until_settled
 from inflight.conformance.endpoint.loras import SPEC, make_lora
-from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
+from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S, SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SLACK_S
-from inflight.conformance.reference import ReferenceWeights
+from inflight.conformance.models import make_tiny_model
+from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights
 from inflight.errors import TransferError
 from inflight.wire import Encoding, EndpointState, UpdateRef, WeightUpdate
 
 LEVEL = "weights"
 _INEXACT = 1.1
+_MANY_TOKENS = 8192
 _FLOAT8_BLOCK = 128
 _FLOAT8_LARGEST = 448.0
 _FLOAT8_MIN_EXPONENT = -124
@@ -102,25 +104,47 @@ async def deltas(subject: EndpointSubject) -> None:
     first = await publisher.request(weights, keep=True, session_id="all")
     await publisher.complete(first, weights)
     await _require_kept(subject, first, "after an update that asked for it")
-    second = await _send_delta(subject, other, first, weights, "second")
+    second = await _send_delta(publisher, other, first, weights, "second")
     await _require_kept(subject, first, "before a delta that asked for it is committed")
     await publisher.commit(second)
     await subject.require_serves(other, "after a delta")
     await _require_kept(subject, second, "after a delta that asked for it")
-    third = await _send_delta(subject, unlike, second, other, "third")
+    third = await _send_delta(publisher, unlike, second, other, "third")
     await publisher.abort(third)
     publisher.lose_group()
     await wait_until_settled(subject, "after a delta that was aborted")
     await subject.require_serves(other, "after a delta that was aborted")
     await _require_kept(subject, second, "after a delta that was aborted")
-    fourth = await _send_delta(subject, flipped, second, other, "fourth")
+    fourth = await _send_delta(publisher, flipped, second, other, "fourth")
     await publisher.commit(fourth)
     await subject.require_serves(flipped, "after another delta to the same base")
     await publisher.publish(weights, session_id="unkept")
     if (await subject.endpoint.weight_version()).kept == fourth.ref:
-        fifth = await _send_delta(subject, other, fourth, flipped, "fifth")
+        fifth = await _send_delta(publisher, other, fourth, flipped, "fifth")
         await publisher.commit(fifth)
         await subject.require_serves(other, "after a delta to an update that was kept before the last one")
+    await _require_far_changes(subject)
+
+
+async def _require_far_changes(subject: EndpointSubject) -> None:
+    """Require that a delta changes the right elements if there are more unchanged ones between them than the kit's
+    usual model has; another endpoint serves one of more tokens."""
+    if subject.missing("fresh") is not None:
+        return
+    reference = ReferenceCheckpoint(make_tiny_model(subject.directory / "many-tokens", vocab_size=_MANY_TOKENS))
+    endpoint = (await subject.fresh(reference.path)).endpoint
+    publisher = subject.publisher_to(endpoint, await endpoint.capabilities())
+    flipped = reference.with_final_norm(-1.0, "the final norm negated")
+    first = await publisher.request(reference.weights, keep=True, session_id="all")
+    await publisher.complete(first, reference.weights)
+    second = await _send_delta(publisher, flipped, first, reference.weights, "second")
+    await publisher.commit(second)
+    request = subject.request()
+    completion = (await endpoint.generate(request)).completions[0]
+    gap = subject.gap(flipped, request, completion, reference)
+    subject.note(**{f"largest logprob difference, {_MANY_TOKENS} tokens": gap})
+    what = f"after a delta that changes the final norm of a model with {_MANY_TOKENS} tokens, logprobs"
+    require(gap <= subject.tolerance, f"{what} differ by up to {gap:.3g} from those of the new weights")
 
 
 @check("U-19", "updates delta", deadline_s=40, look_at=_BASE)
@@ -143,14 +167,14 @@ async def unknown_base(subject: EndpointSubject) -> None:
 
 
 async def _send_delta(
-    subject: EndpointSubject,
+    publisher: SteppedPublisher,
     weights: ReferenceWeights,
     base: WeightUpdate,
     base_weights: ReferenceWeights,
     session_id: str,
 ) -> WeightUpdate:
     """Send every bucket of a delta, and return the update, which is still open."""
-    publisher, fields = subject.publisher, {"base": base.ref, "keep": True, "session_id": session_id}
+    fields = {"base": base.ref, "keep": True, "session_id": session_id}
     update = await publisher.request(weights, encodings=("delta",), **fields)
     await publisher.send_all(update, weights, base_weights)
     return update

@@ -13,7 +13,7 @@ from inflight.conformance.calls import SLACK_S, Ending, PendingCall, results
 from inflight.conformance.checks import check, fail, require
 from inflight.conformance.transport.pair import update_of
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
-from inflight.contracts import WeightReceiver
+from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 
@@ -124,8 +124,8 @@ def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool) -> 
 
 @check("T-20", deadline_s=30, look_at="receive: its timeout_s, not the group's")
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
-    """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before; a
-    bucket that is sent late still arrives."""
+    """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before, even
+    if it was begun ahead with a longer one; a bucket that is sent late still arrives."""
     # The group has a longer timeout than the receive of the bucket that is never sent.
     (receiver,) = t.form()
     late, never = bucket_of(torch.ones(10)), bucket_of(torch.zeros(10), index=1)
@@ -135,6 +135,8 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
         fail(f"a receive with a timeout of {FORM_S:g} s ended before its bucket was sent: {receive.ending(0.0).words}")
     results([receive, t.start_send(late)], FORM_S + SLACK_S)
     require(receive.result(0.0)[0].equal(late.tensors[0]), f"a bucket sent {_LATE_S} s late arrived changed")
+    if isinstance(receiver, ReceivesAhead):
+        receiver.receive_ahead(never.specs, 2 * (_WAIT_S + SLACK_S))
     _require_timely_failure(t, lambda: receiver.receive(never.specs, _WAIT_S), "the receive of a bucket never sent")
 
 
