@@ -250,6 +250,20 @@ def test_an_attempt_without_a_name_is_repeated_from_its_first_bucket(sender: Wei
     assert_same(receive(receiver, update, make_buckets(update)), make_buckets(update, seed=2))
 
 
+def test_nothing_of_a_complete_attempt_is_left_once_it_is_repeated(
+    sender: WeightSender, join: Join, tmp_path: Path
+) -> None:
+    (receiver,) = join()
+    update = plain_update(session_id="")
+    publish(sender, update, make_buckets(update, seed=1))
+    sender.end(is_done=True)
+    sender.begin(update)
+    receiver.begin(update.ref)
+    with pytest.raises(TransferError, match="does not exist"):
+        receiver.receive((payload(1 << 16),), 0.2)
+    assert not [*tmp_path.rglob("manifest.json")]
+
+
 @pytest.mark.exhaustive
 def test_many_updates_leave_no_handles_files_or_mappings_behind(
     sender: WeightSender, join: Join, tmp_path: Path
