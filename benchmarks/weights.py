@@ -212,7 +212,7 @@ def measure_engines() -> list[dict[str, Any]]:
     for engine_name in ("vllm", "sglang"):
         with tempfile.TemporaryDirectory() as made, running(engine_name, SMOLLM2, max_concurrent=64) as engine:
             for num_requests in (0, 16, 64):
-                with sampling(partial(engine.endpoint, generate_timeout_s=3600.0), num_requests):
+                with sampling(partial(engine.endpoint, generate_timeout_s=3600.0), num_requests, max_tokens=512):
                     rows += _measure_engine(engine, model, Path(made) / "own", num_requests)
     return rows
 

@@ -1,26 +1,36 @@
-"""The commit of an update in vLLM's engine core, which alone can pause, label and resume. Only vLLM loads this module.
+"""The parts of an update that vLLM's engine core does itself. Only vLLM loads this module.
 
-vLLM has a separate route for each of these steps. With a client's round trip between every two calls, and the 20 ms
-that ``/pause`` sleeps, a model that loads in 5 ms is paused for 100 ms. Here the steps run one after another in the
-sampling thread, in one call of ``collective_rpc``, the only vLLM route that accepts arbitrary methods.
+vLLM handles the calls of its routes in the thread that samples, between two steps, so that each call waits for a step.
+The engine core therefore handles two methods of ``collective_rpc``, the only route of vLLM that accepts arbitrary
+methods, in its own way:
+
+- The commit. vLLM has a separate route for each of its steps. With a client's round trip between every two calls, and
+  the 20 ms that ``/pause`` sleeps, a model that loads in 5 ms is paused for 100 ms. Here the steps run one after
+  another in the sampling thread.
+- Staging, which does not change the model. If the worker runs in the process of the engine core, these calls are
+  handled in the thread that reads them, while the model is sampling, and a bucket's answer is sent once the bucket is
+  staged.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from inflight_vllm.updates import COMMIT
+from inflight_vllm.updates import COMMIT, STAGE, STATUS
 
-Answer = list[dict[str, float]]
+Answer = list[dict[str, Any]]
 
 
 def register() -> None:
-    """Make the engine core handle the method `COMMIT` itself, and pass all other methods on to its workers."""
+    """Make the engine core handle `COMMIT` and `STAGE` itself, and pass all other methods on to its workers."""
     passed_on = EngineCoreProc.collective_rpc
     if hasattr(passed_on, COMMIT):
         return
@@ -29,10 +39,60 @@ def register() -> None:
     def collective_rpc(
         core: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return commit(core, **kwargs) if method == COMMIT else passed_on(core, method, timeout, args, kwargs)
+        if method == COMMIT:
+            return commit(core, **kwargs)
+        answer = passed_on(core, method, timeout, args, kwargs)
+        return _when_staged(core, answer) if method == STAGE else answer
 
     setattr(collective_rpc, COMMIT, commit)
     EngineCoreProc.collective_rpc = collective_rpc
+    EngineCoreProc.process_input_sockets = _with_staging(EngineCoreProc.process_input_sockets)
+
+
+def _with_staging(read_calls: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the method that reads calls and puts them into a queue; those of staging are handled at once."""
+
+    @functools.wraps(read_calls)
+    def process_input_sockets(core: Any, *args: Any, **kwargs: Any) -> None:
+        put = core.input_queue.put_nowait
+
+        def put_or_handle(call: tuple[Any, Any]) -> None:
+            if _is_staging(core, *call):
+                core._handle_client_request(*call)
+            else:
+                put(call)
+
+        core.input_queue.put_nowait = put_or_handle
+        read_calls(core, *args, **kwargs)
+
+    return process_input_sockets
+
+
+def _is_staging(core: Any, kind: Any, request: Any) -> bool:
+    """Return whether a call can be handled while the model is sampling."""
+    if kind != EngineCoreRequestType.UTILITY:
+        return False
+    _, _, method, args = request
+    if method != "collective_rpc" or not args or args[0] not in (STAGE, STATUS):
+        return False
+    engine = _engine_in_process(core)
+    return engine is not None and engine.can_stage_while_sampling
+
+
+def _engine_in_process(core: Any) -> Any:
+    """Return the weight transfer engine of the only worker if it runs in this process, otherwise None."""
+    executor = core.model_executor
+    return executor.driver_worker.weight_transfer_engine if isinstance(executor, UniProcExecutor) else None
+
+
+def _when_staged(core: Any, answer: Answer) -> Answer | Future[Answer]:
+    """Return the answer to `STAGE`: if its work continues in this process, when the work is done."""
+    engine = _engine_in_process(core)
+    if engine is None or answer[0]["phase"] != "busy":
+        return answer
+    later: Future[Answer] = Future()
+    engine.work.add_done_callback(lambda _: later.set_result([engine.status()]))
+    return later
 
 
 def commit(core: Any, *, label: str, pauses: bool, resumes: bool) -> Answer | Future[Answer]:
@@ -61,7 +121,7 @@ def commit(core: Any, *, label: str, pauses: bool, resumes: bool) -> Answer | Fu
 
 def _switch_weights(core: Any, label: str, stopped: float, *, resumes: bool) -> Answer:
     started = time.monotonic()
-    core.model_executor.collective_rpc("finish_weight_update")
+    core.model_executor.collective_rpc("inflight_load")
     loaded = time.monotonic()
     core.set_weight_version(label)
     if resumes:

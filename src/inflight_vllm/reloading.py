@@ -52,6 +52,11 @@ class ReloadedModel:
         self.is_dirty = False
         """Whether a load failed half-way, so that the next one must restore layers first."""
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether `find_layers` has traced the model."""
+        return self._traced is not None
+
     @torch.no_grad()
     def prepare(self, tensors: Named) -> PreparedLoad:
         """Do the part of a load that needs no pause. May be called in any thread, even during a forward pass."""

@@ -1,12 +1,12 @@
 """The plug-in: a weight transfer engine that vLLM finds by its entry point and loads in each of its workers.
 
-join -> start_weight_update -> update_weights: begin, then once for each bucket -> finish_weight_update
+join -> stage: begin, then once for each bucket -> finish_weight_update, which `inflight_vllm.engine_core` calls
 
 A bucket is received in a separate thread and staged where its transport delivers it: in host memory, or on the worker's
 GPU. On a GPU, a separate stream is used, so that receiving does not wait for the model. The worker therefore keeps
 answering, and a receive can be aborted. Only ``finish_weight_update`` changes the model: if anything fails before it,
-the old weights are still served. ``Worker.inflight_status`` reports progress through vLLM's ``collective_rpc``, because
-vLLM's own calls cannot return it.
+the old weights are still served. Staging and its progress use methods of our own through vLLM's ``collective_rpc``,
+because vLLM's own calls return nothing.
 
 The thread also prepares the load. It adds the other tensors of the same layers to a partial update, and merges a LoRA
 into its base. If those tensors are no longer known, the update is refused when it begins. Weights are staged while vLLM
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,17 +54,33 @@ def register() -> None:
     if BACKEND not in known:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, InflightTransferEngine.__name__)
     WorkerBase.inflight_status = _status  # collective_rpc can only call methods
+    WorkerBase.inflight_stage = _stage
+    WorkerBase.inflight_load = _load
     engine_core.register()
     streamed_versions.register()
     WorkerBase.inflight_record_history = record_history
 
 
-def _status(worker: Any, wait_s: float = 0.0) -> dict[str, Any]:
-    """Return the status of the worker's transfer engine after waiting up to ``wait_s`` seconds for work in progress."""
+def _status(worker: Any) -> dict[str, Any]:
+    """Return the status of the worker's transfer engine."""
     engine = getattr(worker, "weight_transfer_engine", None)
     if not isinstance(engine, InflightTransferEngine):
         return {"protocol": None, "backend": type(engine).__name__}
-    return engine.status(float(wait_s))
+    return engine.status()
+
+
+def _stage(worker: Any, info: dict[str, Any]) -> dict[str, Any]:
+    """Begin what ``info``, an `UpdateInfo`, selects, and return the status."""
+    engine: InflightTransferEngine = worker.weight_transfer_engine
+    engine.receive_weights(UpdateInfo(**info))
+    return engine.status()
+
+
+def _load(worker: Any) -> None:
+    """Load what is staged, in a session of vLLM's own; one in which an earlier load failed is still open."""
+    with contextlib.suppress(RuntimeError):
+        worker.start_weight_update()
+    worker.finish_weight_update()
 
 
 @dataclass
@@ -107,7 +124,10 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._num_staged = 0
         self._phase: Phase = "idle"
         self._problem = ""
-        self._work: threading.Event = threading.Event()
+        self.work: Future[None] = Future()
+        """Done when the latest join or bucket is done or has failed."""
+        self._lock = threading.RLock()
+        """Held while a call changes what is staged: calls may come from the thread that samples and another one."""
         self._reloaded = ReloadedModel(model, self.model_config, device)
         self._base = BaseWeights(self.model_config.model, self.model_config.dtype)
         self._completing: list[str] = []
@@ -134,25 +154,30 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._begin(join)
 
     def start_weight_update(self) -> None:
-        """Discard the remains of an earlier session. Only `finish_weight_update` changes the model."""
-        self._forget()
+        """Change nothing: updates begin with `receive_weights`, before vLLM's own session."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Begin an update, or begin to receive one of its buckets; `status` reports when the bucket is staged."""
+        """Do what `receive_weights` does."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        if update_info.source == "drop":
-            self._drop()
-        elif update_info.source == "forget":
-            self._forget()
-        elif update_info.source == "begin":
-            self._begin_update(WeightUpdate.model_validate(update_info.update))
-        else:
-            self._begin_bucket(BucketTransfer.model_validate(update_info.transfer))
+        """Begin an update, or begin to receive one of its buckets; `status` reports when the bucket is staged."""
+        with self._lock:
+            if update_info.source == "drop":
+                self._drop()
+            elif update_info.source == "forget":
+                self._forget()
+            elif update_info.source == "begin":
+                self._begin_update(WeightUpdate.model_validate(update_info.update))
+            else:
+                self._begin_bucket(BucketTransfer.model_validate(update_info.transfer))
 
     def finish_weight_update(self) -> None:
         """Load the staged weights if all have arrived. If none have arrived, change nothing."""
+        with self._lock:
+            self._finish_update()
+
+    def _finish_update(self) -> None:
         if self._phase == "busy":
             raise RuntimeError("the update cannot be committed: a bucket is still being received")
         staging, update, prepared = self._staging, self._update, self._prepared
@@ -173,14 +198,21 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
 
     def shutdown(self) -> None:
         """Leave the group."""
-        self._drop()
+        with self._lock:
+            self._drop()
 
     # --------------------------------------------------------------------------------------------------- status
 
-    def status(self, wait_s: float) -> dict[str, Any]:
-        """Return the progress of the current work after waiting up to ``wait_s`` seconds for it to end."""
-        if wait_s > 0:
-            self._work.wait(wait_s)
+    @property
+    def can_stage_while_sampling(self) -> bool:
+        """Whether `receive_weights` and `status` may be called while the model is sampling.
+
+        Before the model's layers are known, and after a load has failed half-way, `receive_weights` may change it.
+        """
+        return self._reloaded.is_traced and not self._reloaded.is_dirty
+
+    def status(self) -> dict[str, Any]:
+        """Return the progress of the current work."""
         return {
             "protocol": PLUGIN_PROTOCOL,
             "backend": BACKEND,
@@ -196,7 +228,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     def _begin(self, work: Callable[[], None]) -> None:
         """Do ``work`` in a separate thread. If the group is left in the meantime, the thread is abandoned."""
         self._phase, self._problem = "busy", ""
-        done = self._work = threading.Event()
+        done = self.work = Future[None]()
 
         def run() -> None:
             phase: Phase = "done"
@@ -205,9 +237,9 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
                 work()
             except Exception as error:  # status reports it
                 phase, problem = "failed", f"{error}" or type(error).__name__
-            if done is self._work:
+            if done is self.work:
                 self._phase, self._problem = phase, problem
-            done.set()
+            done.set_result(None)
 
         threading.Thread(target=run, name="inflight-receive", daemon=True).start()
 
@@ -287,6 +319,6 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     def _drop(self) -> None:
         receiver, self._receiver, self._group = self._receiver, None, None
         self._forget()
-        self._phase, self._problem, self._work = "idle", "", threading.Event()
+        self._phase, self._problem, self.work = "idle", "", Future()
         if receiver is not None:
             receiver.abort()

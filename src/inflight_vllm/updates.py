@@ -41,21 +41,26 @@ from inflight.wire import (
     WeightUpdate,
 )
 
-PLUGIN_PROTOCOL = 6
+PLUGIN_PROTOCOL = 7
 """Version of the plug-in's protocol, which is compared when a client attaches. It increases when a client of the
 previous version would misread the plug-in."""
 COMMIT = "inflight_commit"
 """The method of ``/collective_rpc`` that loads, labels and resumes: see `inflight_vllm.engine_core`."""
+STAGE = "inflight_stage"
+"""The method that begins an update, receives a bucket or discards what was received, without changing the model; it
+answers as `STATUS` does. Its argument is a `inflight_vllm.transfer_engine.UpdateInfo`."""
+STATUS = "inflight_status"
+"""The method that reports the progress of staging in each worker."""
 PAUSES = {
     InFlightPolicy.KEEP: "mode=keep&clear_cache=false",  # after clearing the cache, vLLM would recompute everything
     InFlightPolicy.RECOMPUTE: "mode=keep&clear_cache=true",
     InFlightPolicy.DRAIN: "mode=wait&clear_cache=true",
     InFlightPolicy.ABORT: "mode=abort&clear_cache=true",
 }
-_WAIT_S = 0.02
-"""How long, in seconds, the plug-in may delay the answer to a status call while nothing is sampled."""
 _POLL_S = 0.01
-"""Seconds between two status calls while tokens are being sampled."""
+"""Seconds between two status calls."""
+_ANSWER_S = 5.0
+"""How long, in seconds, the engine may take for its answer after the timeout of a bucket has expired."""
 
 
 class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
@@ -80,7 +85,8 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         self._kept: UpdateRef | None = None
         self._joining: TransportSpec | None = None
         """The latest join, whether pending or done. Any other join has been abandoned."""
-        self._session_is_open = False
+        self._has_begun = False
+        """Whether the engine may hold staged weights of the update."""
         self._is_torn = False
         self._paused_since = 0.0
         self.has_replicas = False
@@ -106,7 +112,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             await self._clear()
             await self._routes.post("/init_weight_transfer_engine", {"init_info": {"spec": spec.model_dump()}})
             try:
-                await self._wait_until_done("joining the weight group", spec.timeout_s, wait_s=0.0, joining=spec)
+                await self._wait_until_done("joining the weight group", spec.timeout_s, joining=spec)
             except BaseException:
                 await asyncio.shield(ignore_engine_errors(self._routes.post("/shutdown_weight_transfer_engine")))
                 raise
@@ -131,17 +137,16 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         assert update is not None  # the session lets no bucket through without an update
         await asyncio.sleep(0)  # a pause requested at the same moment takes the lock first
         async with self._lock:
-            try:
-                if update.staged and bucket.index == 0:
-                    await self._open_session(update)
-                body = {"source": "bucket", "transfer": transfer.model_dump()}
-                await self._routes.post("/update_weights", {"update_info": body})
-            except ProtocolError as error:
-                self._session_is_open = False  # vLLM ends a session that fails
-                raise TransferError(f"bucket {bucket.index} was refused by the engine: {error.message}") from error
-        # A waiting status call would keep the worker from sampling.
-        wait_s = 0.0 if update.staged else _WAIT_S
-        await self._wait_until_done(f"receiving bucket {bucket.index}", transfer.timeout_s, wait_s=wait_s)
+            if update.staged and bucket.index == 0:
+                await self._begin(update)
+        what = f"receiving bucket {bucket.index}"
+        try:
+            statuses = await self._stage("bucket", transfer.timeout_s + _ANSWER_S, transfer=transfer.model_dump())
+        except ProtocolError as error:
+            raise TransferError(f"bucket {bucket.index} was refused by the engine: {error.message}") from error
+        except DeadlineError as error:
+            raise TransferError(f"{what} failed: the engine had not finished after {transfer.timeout_s:g} s") from error
+        await self._wait_until_done(what, transfer.timeout_s, statuses=statuses)
 
     def note_committed(self) -> None:
         self._kept = self._update.ref if self._update is not None and self._update.keep else None
@@ -160,7 +165,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
                 )
                 self._paused_since = time.monotonic()
                 if not update.staged:
-                    await self._open_session(update)  # only now: a sampling worker answers after its step
+                    await self._begin(update)
         except BaseException:
             await self.resume()
             raise
@@ -189,7 +194,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         return update.staged and update.in_flight is InFlightPolicy.KEEP and not self.has_replicas
 
     async def _commit(self, update: WeightUpdate) -> UpdateTimings:
-        self._session_is_open = False
+        self._has_begun = False
         pauses = self._pauses_in_commit(update)
         method = {"label": label_of(update.ref), "pauses": pauses, "resumes": not self.has_replicas}
         timeout_s = update.lease_s + (update.deadline_s if pauses else 0.0)
@@ -203,7 +208,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
     async def _end_and_resume(self) -> None:
         try:
             async with self._lock:
-                await self._end_session()
+                await self._forget()
                 if not self._is_torn:
                     await self._resume()
         finally:
@@ -217,7 +222,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         try:
             async with self._lock:
                 self._is_torn = True
-                await self._end_session(force=True)
+                await self._forget(force=True)
                 served = parse_label(await self._served_label())
                 if not served.torn:
                     await self._set_label(f"torn:{served.version}@{served.run_id or 'checkpoint'}")
@@ -259,18 +264,19 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
 
     # -------------------------------------------------------------------------------------------------- details
 
-    async def _open_session(self, update: WeightUpdate) -> None:
+    async def _begin(self, update: WeightUpdate) -> None:
         await self._check_group()
-        await self._routes.post("/start_weight_update")
-        self._session_is_open = True
-        body = {"source": "begin", "update": update.model_dump(mode="json")}
+        self._has_begun = True
         try:
-            await self._routes.post("/update_weights", {"update_info": body})
+            await self._stage("begin", update=update.model_dump(mode="json"))
         except ProtocolError as error:
-            self._session_is_open = False  # vLLM ends a session that fails
             raise UpdateRefusedError(
                 f"update to version {update.version} refused by the engine: {error.message}"
             ) from error
+
+    async def _stage(self, source: str, timeout_s: float | None = None, **info: Any) -> list[dict[str, Any]]:
+        """Call `STAGE`, and return the status of each worker."""
+        return await _statuses(self._routes, STAGE, {"info": {"source": source, **info}}, timeout_s)
 
     async def _check_group(self) -> None:
         """Raise `TransferError` unless every worker belongs to the group that was joined."""
@@ -287,15 +293,21 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
             raise TransferError("joining the weight group was abandoned: the client has left it, or is joining another")
 
     async def _wait_until_done(
-        self, what: str, timeout_s: float, *, wait_s: float, joining: TransportSpec | None = None
+        self,
+        what: str,
+        timeout_s: float,
+        *,
+        joining: TransportSpec | None = None,
+        statuses: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Return when the plug-in has finished its work.
+        """Return when the plug-in has finished its work; ``statuses`` is what it has answered already.
 
         Raises `TransferError` if the work fails or takes too long, or if the group is lost.
         """
         deadline = time.monotonic() + timeout_s + 1.0  # the engine's own error is more specific
         while True:
-            statuses = await status_of(self._routes, wait_s)
+            if statuses is None:
+                statuses = await status_of(self._routes)
             failed = [status["problem"] for status in statuses if status["phase"] in ("failed", "idle")]
             if failed:
                 raise TransferError(f"{what} failed: {failed[0] or 'the group was abandoned'}")
@@ -305,37 +317,34 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
                 return
             if time.monotonic() > deadline:
                 raise TransferError(f"{what} failed: the engine had not finished after {timeout_s:g} s")
-            if not wait_s:
-                await asyncio.sleep(_POLL_S)
+            statuses = None
+            await asyncio.sleep(_POLL_S)
 
     async def _clear(self) -> None:
         """End whatever another client left open: its session, its group, and its pause.
 
         Torn weights stay paused, and so does an engine whose memory is released.
         """
-        await self._end_session(force=True)
+        await self._forget(force=True)
         await ignore_engine_errors(self._routes.post("/shutdown_weight_transfer_engine"))
         served = parse_label(await self._served_label())
         self._is_torn = served.torn
         if not (served.torn or served.released):
             await self._resume()
 
-    async def _end_session(self, *, force: bool = False) -> None:
-        """Discard the staged weights and close vLLM's session, without loading anything."""
-        if not (self._session_is_open or force):
+    async def _forget(self, *, force: bool = False) -> None:
+        """Make the engine discard the staged weights."""
+        if not (self._has_begun or force):
             return
-        self._session_is_open = False
-        # Refused if no session is open, which is fine.
-        source = "drop" if self._group is None else "forget"
-        await ignore_engine_errors(self._routes.post("/update_weights", {"update_info": {"source": source}}))
-        await ignore_engine_errors(self._routes.post("/finish_weight_update", {}))
+        self._has_begun = False
+        await ignore_engine_errors(self._stage("drop" if self._group is None else "forget"))
 
     async def _leave(self, name: str) -> None:
         async with self._lock:
             if self._joining is not None:
                 return  # joining the next group leaves this one
-            if self._session_is_open:
-                await ignore_engine_errors(self._routes.post("/update_weights", {"update_info": {"source": "drop"}}))
+            if self._has_begun:
+                await ignore_engine_errors(self._stage("drop"))
                 return
             with contextlib.suppress(InflightError):
                 # Otherwise, the group belongs to another publisher.
@@ -356,14 +365,18 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
                 return
 
 
-async def status_of(routes: EngineRoutes, wait_s: float = 0.0) -> list[dict[str, Any]]:
+async def status_of(routes: EngineRoutes) -> list[dict[str, Any]]:
     """Return the status that the plug-in reports in each worker."""
-    answer = await routes.post("/collective_rpc", {"method": "inflight_status", "kwargs": {"wait_s": wait_s}})
+    return await _statuses(routes, STATUS, {}, None)
+
+
+async def _statuses(
+    routes: EngineRoutes, method: str, kwargs: Mapping[str, Any], timeout_s: float | None
+) -> list[dict[str, Any]]:
+    answer = await routes.post("/collective_rpc", {"method": method, "kwargs": kwargs}, timeout_s)
     results = answer.get("results") if isinstance(answer, dict) else None
     if not results or not all(isinstance(result, dict) for result in results):
-        raise ProtocolError(
-            f"POST /collective_rpc inflight_status answered {answer!r}, not one status per worker", routes.url
-        )
+        raise ProtocolError(f"POST /collective_rpc {method} answered {answer!r}, not one status per worker", routes.url)
     return list(results)
 
 

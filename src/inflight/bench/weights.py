@@ -267,26 +267,29 @@ def _change(model: Any, share: float, seed: int) -> None:
 
 
 @contextmanager
-def sampling(connect: Callable[[], InferenceEndpoint], num_requests: int) -> Iterator[None]:
+def sampling(connect: Callable[[], InferenceEndpoint], num_requests: int, max_tokens: int = 4_000) -> Iterator[None]:
     """Keep requests running on the server that ``connect`` connects to while the context is open.
 
-    Each request asks for up to 4,000 tokens. Raises `InflightError` if they are not all running at the same time within
-    60 s.
+    Each request asks for up to ``max_tokens`` tokens and is followed by another. Raises `InflightError` if they are not
+    all running at the same time within 60 s.
     """
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(_requests(connect, num_requests)):
+    clients = _clients(connect, num_requests, max_tokens)
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(clients):
         yield
 
 
 @asynccontextmanager
-async def _requests(connect: Callable[[], InferenceEndpoint], num_requests: int) -> AsyncIterator[None]:
+async def _clients(connect: Callable[[], InferenceEndpoint], num_requests: int, max_tokens: int) -> AsyncIterator[None]:
     endpoint = connect()
     most = (await endpoint.capabilities()).max_model_len - len(_PROMPT)
-    params = SamplingParams(max_tokens=min(4000, most), ignore_eos=True)
-    requests = [
-        GenerateRequest(request_id=f"bench-{uuid.uuid4().hex}", prompt_token_ids=_PROMPT, sampling=params)
-        for _ in range(num_requests)
-    ]
-    async with aclosing(endpoint), run_in_background(*(endpoint.generate(request) for request in requests)):
+    params = SamplingParams(max_tokens=min(max_tokens, most), ignore_eos=True)
+
+    async def client() -> None:
+        while True:
+            request_id = f"bench-{uuid.uuid4().hex}"
+            await endpoint.generate(GenerateRequest(request_id=request_id, prompt_token_ids=_PROMPT, sampling=params))
+
+    async with aclosing(endpoint), run_in_background(*(client() for _ in range(num_requests))):
         num_running = 0
         try:
             async with asyncio.timeout(60):
