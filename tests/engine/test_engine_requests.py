@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from inflight.engines.embedded import scheduler
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.tiny import byte_tokenizer
-from inflight.errors import EndpointError, InflightError, InvalidRequestError
+from inflight.errors import BusyError, EndpointError, InflightError, InvalidRequestError
 from inflight.wire import Completion, CompletionChunk, GenerateRequest
 from tests.engine.reference import (
     VOCAB_SIZE,
@@ -221,6 +222,23 @@ def test_a_request_id_can_be_used_again_once_its_request_has_ended(model_dir: Pa
             return reasons
 
     assert set(asyncio.run(run())) == {"length"}
+
+
+def test_a_request_that_is_refused_while_too_many_wait_leaves_its_id_free(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> Completion:
+        async with serving(model_dir) as endpoint:
+            monkeypatch.setattr(scheduler, "_MAX_WAITING", 1)
+            for _ in range(2):
+                with pytest.raises(BusyError, match="0 completions are waiting and 2 more are requested"):
+                    await endpoint.generate(make_request("refused", PROMPT, n=2, max_tokens=2))
+            assert not endpoint._engine.scheduler.requests
+            request = make_request("refused", PROMPT, max_tokens=2, ignore_eos=True)
+            (response,) = await generate_all(endpoint, [request])
+            return response.completions[0]
+
+    assert len(asyncio.run(run()).token_ids) == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------
