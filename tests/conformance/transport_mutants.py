@@ -269,6 +269,21 @@ def in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, torch.empty(tensor.shape).stride(), tensor.storage_offset())
 
 
+def adjoining_as_they_lie(sender: Any) -> None:
+    """Tensors that adjoin one another in memory are sent as they lie there, whatever their strides."""
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        tensors = [tensor for tensor in bucket.tensors if tensor.nbytes]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors[:-1]]
+        if len(storages) == 1 and ends == [tensor.data_ptr() for tensor in tensors[1:]] and ends:
+            bucket = WeightBucket(bucket.index, bucket.specs, tuple(map(in_storage_order, bucket.tensors)))
+        send(bucket, timeout_s)
+
+    sender.send = spoiled
+
+
 def from_the_beginning_of_its_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, tensor.stride(), 0)
 
@@ -714,6 +729,9 @@ MUTANTS = {
         "T-10", "views are sent from the beginning of their memory", resent(from_the_beginning_of_its_memory)
     ),
     "storage order": Mutant("T-11", "strides are ignored", resent(in_storage_order)),
+    "storage order of adjoining tensors": Mutant(
+        "T-11", "the strides of tensors that adjoin one another in memory are ignored", adjoining_as_they_lie
+    ),
     "only 16 MB": Mutant(
         "T-12", "everything after the first 16 MB of a tensor arrives as zeros", receiver=received(only_16_mb)
     ),

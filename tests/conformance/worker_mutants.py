@@ -29,6 +29,7 @@ from inflight.types import AdamSettings, MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, LoraSpec, Sharding, TensorSpec
 from inflight_fsdp import background, checkpoint, rows
 from inflight_fsdp.config import WorkerConfig, parse_config
+from inflight_fsdp.layout import ShardedTensor
 from inflight_fsdp.lora_worker import FsdpLoraWorker
 from inflight_fsdp.optimizer import global_norm, learning_rate_at
 from inflight_fsdp.worker import FsdpWorker
@@ -1219,6 +1220,17 @@ class WholeParametersKept(FsdpWorker):
         del self._forget_whole_parameters
 
 
+class WholeParametersKeptByStep(FsdpWorker):
+    """A step keeps layers gathered by a forward pass between the backward pass and the step."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        self._forget_whole_parameters = lambda: None  # type: ignore[method-assign]
+        try:
+            return super().step(settings)
+        finally:
+            del self._forget_whole_parameters
+
+
 class SaveClears(FsdpWorker):
     """A save clears the gradients, to free memory for its copies."""
 
@@ -1453,6 +1465,14 @@ class OldRemovedFirst(FsdpWorker):
         super().save(path)
 
 
+class LeftoverPreferred(FsdpWorker):
+    """A previous checkpoint that an interrupted save left next to the path is loaded instead of the one at the path."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        previous = path.with_name(f".{path.name}.old")
+        super().load(previous if previous.exists() else path, optimizer=optimizer)
+
+
 class LiveStateSaved(FsdpWorker):
     """A save in the background does not copy the state first."""
 
@@ -1533,6 +1553,25 @@ class LoraKeptOnceTrained(FsdpLoraWorker):
         with torch.no_grad():
             for parameter, old in zip(trained_of(self).values(), kept, strict=False):
                 parameter.to_local().copy_(old)
+
+
+class DropoutContinued(FsdpLoraWorker):
+    """A load continues to count the forward passes whose dropout it discards."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        num_forwards = self._num_forwards
+        super().load(path, optimizer=optimizer)
+        self._num_forwards = num_forwards
+
+
+class MergedBySave(FsdpLoraWorker):
+    """A save merges the LoRA into the base weights in place."""
+
+    @torch.no_grad()
+    def _merge_part(self, name: str) -> ShardedTensor:
+        part = super()._merge_part(name)
+        self._parameters.sharded(name).local.copy_(part.local)
+        return part
 
 
 class MergedOnce(FsdpLoraWorker):
@@ -1933,6 +1972,12 @@ MUTANTS = {
     "staging_reused": Mutant(StagingReused, "W-31", "all buckets share memory"),
     "parameters_yielded": Mutant(ParametersYielded, "W-32", "yielded tensors are the parameters themselves"),
     "gather_cached": Mutant(GatherCached, "W-33", "the second gather yields what the first one did"),
+    "whole_parameters_kept_by_step": Mutant(
+        WholeParametersKeptByStep,
+        "W-33",
+        "after a step, forward passes use parameters that were gathered between the backward pass and the step",
+        num_ranks=2,
+    ),
     "everything_first": Mutant(EverythingFirst, "W-34", "the whole model is gathered before the first bucket"),
     "shardings_with_barrier": Mutant(ShardingsWithBarrier, "W-68", "`shardings` waits for all ranks", 2, hangs=True),
     "own_rank_first": Mutant(OwnRankFirst, "W-68", "each rank lists itself first", num_ranks=2),
@@ -1992,6 +2037,11 @@ MUTANTS = {
     "old_removed_first": Mutant(
         OldRemovedFirst, "W-76", "`save` first removes the checkpoint that an interrupted save left next to the path"
     ),
+    "leftover_preferred": Mutant(
+        LeftoverPreferred,
+        "W-76",
+        "`load` prefers the checkpoint that an interrupted save left next to the path to the one at the path",
+    ),
     "live_state_saved": Mutant(LiveStateSaved, "W-77", "a save in the background writes what training has changed"),
     "never_pending": Mutant(NeverPending, "W-77", "`save_pending` is false during a save"),
     "finished_at_once": Mutant(FinishedAtOnce, "W-77", "`finish_save` does not wait for the save"),
@@ -2004,6 +2054,10 @@ MUTANTS = {
     "lora_kept_once_trained": Mutant(
         LoraKeptOnceTrained, "W-50", "`load` after the first step keeps the worker's own LoRA"
     ),
+    "dropout_continued": Mutant(
+        DropoutContinued, "W-50", "`load` does not reset the count of forward passes from which dropout is drawn"
+    ),
+    "merged_by_save": Mutant(MergedBySave, "W-50", "`save` merges the LoRA into the worker's own base weights"),
     "merged_once": Mutant(MergedOnce, "W-78", "merged weights are those of the first gather"),
     "merged_at_scale_one": Mutant(MergedAtScaleOne, "W-78", "the LoRA is merged without its scale"),
     "alpha_ignored": Mutant(AlphaIgnored, "W-47", "a LoRA is added without its scale"),
