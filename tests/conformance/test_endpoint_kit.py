@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import inflight.engines.embedded.sequences
 import inflight.engines.embedded.stepping
 import inflight.weights.encode.float8
 import inflight.weights.receive.base_weights
@@ -45,6 +46,7 @@ PATCHED = (
     *((inflight.engines.embedded.stepping, "sample"), (inflight.weights.encode.float8, "decode_float8")),
     (inflight.weights.receive.base_weights, "merge_lora"),
     (inflight.weights.receive.staging.Staging, "_receive_checked"),
+    (inflight.engines.embedded.sequences.Sequence, "note_routed"),
     *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),
     *((inflight.weights.receive.staging, name) for name in ("views_of", "read_part", "places_of", "checksum_as")),
 )

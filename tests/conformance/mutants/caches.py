@@ -184,6 +184,14 @@ def recomputing_four(endpoint: EmbeddedEndpoint, load: Any, tensors: Any, versio
     endpoint._engine.scheduler.running |= others
 
 
+@replaces("_engine.load")
+def keeping_under_the_same_version(
+    endpoint: EmbeddedEndpoint, load: Any, tensors: Any, version: int, policy: InFlightPolicy
+) -> None:
+    is_new = version != endpoint._engine.steps.version
+    load(tensors, version, policy if is_new else InFlightPolicy.KEEP)
+
+
 def keeping_chunks(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Prefill the first half of a long prompt in its own step, and keep it across updates."""
     engine: Any = endpoint._engine
@@ -347,6 +355,12 @@ MUTANTS = (
         "U-35",
         "Under recompute, keys and values that were prefilled for part of a prompt before the update are kept.",
         keeping_chunks,
+    ),
+    Mutant(
+        "not recomputed under the same version",
+        "U-35",
+        "Under recompute, an update with the version that is served already recomputes nothing.",
+        keeping_under_the_same_version,
     ),
     Mutant(
         "random numbers again",

@@ -372,6 +372,12 @@ MUTANTS = (
         searched_by_characters,
     ),
     Mutant(
+        "windows of stop strings in characters",
+        "E-20",
+        "Only as many of the latest tokens are searched as the longest stop string has characters, and four more.",
+        searching(lambda s, decode: decode(s.token_ids[-(max(map(len, s.request.sampling.stop)) + 4) :])),
+    ),
+    Mutant(
         "four stop strings",
         "E-20",
         "Stop strings after the fourth are ignored.",

@@ -275,6 +275,11 @@ async def leaves_requests_waiting(endpoint: EmbeddedEndpoint, _: Any) -> None:
     return
 
 
+@replaces("fail_requests")
+async def leaves_scores_waiting(endpoint: EmbeddedEndpoint, _: Any) -> None:
+    await endpoint._in_engine(endpoint._engine.scheduler.cancel_all)
+
+
 def poisoned_in_name_only(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     faulty: Any = endpoint
 
@@ -368,6 +373,12 @@ MUTANTS = (
         "U-37",
         "When loading weights fails, running requests never end.",
         leaves_requests_waiting,
+    ),
+    Mutant(
+        "scores left waiting",
+        "U-37",
+        "When loading weights fails, score requests that wait never end.",
+        leaves_scores_waiting,
     ),
     Mutant(
         "poisoned in name only",

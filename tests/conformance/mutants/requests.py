@@ -276,6 +276,12 @@ async def waiting_without_an_end(
             yield chunk
 
 
+@replaces("_engine.scheduler.cancel")
+def cancelled_by_id(endpoint: EmbeddedEndpoint, cancel: Any, request: Any) -> None:
+    """Cancel whichever request has the id of the one to be cancelled."""
+    cancel(endpoint._engine.scheduler.requests.get(request.request_id, request))
+
+
 MUTANTS = (
     Mutant(
         "seeds without their signs",
@@ -348,6 +354,12 @@ MUTANTS = (
         ids_reusable(is_waiting),
     ),
     Mutant("ids of streams accepted", "E-22", "The id of a stream may be used again.", ids_reusable(is_one_streamed)),
+    Mutant(
+        "refused streams cancelled by id",
+        "E-22",
+        "The clean-up of a refused stream cancels the running request with the same id.",
+        cancelled_by_id,
+    ),
     Mutant("streams not counted", "E-07", "num_running does not count streams.", streams_not_counted),
     Mutant(
         "more completions than slots refused",

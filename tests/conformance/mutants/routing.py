@@ -35,6 +35,20 @@ def without_the_prompt(endpoint: EmbeddedEndpoint, forward: Any, groups: list[li
     return drawn
 
 
+def replaced_by_a_recompute(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Forget the experts of a sequence when its first token is computed again."""
+    sequence: Any = Sequence
+    note = sequence.note_routed
+
+    def faulty(self: Sequence, start: int, experts_TLK: Experts) -> None:
+        if start == 0:
+            self.routed = []
+        note(self, start, experts_TLK)
+
+    sequence.note_routed = faulty
+    return endpoint
+
+
 def ignoring_unsupported(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     generate = endpoint.generate
     faulty: Any = endpoint
@@ -55,6 +69,12 @@ MUTANTS = (
         "E-80",
         "The reported experts begin at the first sampled token, without the prompt.",
         without_the_prompt,
+    ),
+    Mutant(
+        "experts replaced by a recompute",
+        "E-80",
+        "When a completion is recomputed, the experts of the new weights replace those recorded first.",
+        replaced_by_a_recompute,
     ),
     Mutant(
         "unsupported experts ignored",
