@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from inflight.engines.embedded import scheduler
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.tiny import byte_tokenizer
 from inflight.errors import BusyError, EndpointError, InflightError, InvalidRequestError
-from inflight.wire import Completion, CompletionChunk, GenerateRequest
+from inflight.wire import Completion, CompletionChunk, GenerateRequest, InFlightPolicy
 from tests.engine.reference import (
     VOCAB_SIZE,
     assert_close,
@@ -354,6 +355,30 @@ def test_cancelling_at_any_moment_leaves_the_engine_running(model_dir: Path) -> 
                 return (await busy).completions[0]
 
     assert len(asyncio.run(run()).token_ids) == 400
+
+
+def test_a_pause_by_abort_ends_a_request_whose_started_completions_have_all_finished(model_dir: Path) -> None:
+    async def run() -> list[Completion]:
+        async with serving(model_dir, max_concurrent=1) as endpoint:
+            engine = endpoint._engine
+            paused: Future[None] = Future()
+
+            def pause_between_two_completions() -> None:
+                engine.pauses.pause(InFlightPolicy.ABORT, lambda: paused.set_result(None))
+
+            with slowed(endpoint, after=1):
+                request = make_request("many", PROMPT, n=3, max_tokens=1, ignore_eos=True)
+                running = asyncio.ensure_future(endpoint.generate(request))
+                await until(lambda: endpoint.stats().num_tokens >= 1)
+                engine.call(pause_between_two_completions)
+                await asyncio.wrap_future(paused)
+                async with asyncio.timeout(SOON_S):
+                    return list((await running).completions)
+
+    first, *others = asyncio.run(run())
+    assert len(first.token_ids) == 1
+    assert {len(it.token_ids) for it in others} <= {0, 1}
+    assert others[-1].finish_reason == "abort"
 
 
 def test_closing_the_endpoint_ends_what_runs_with_what_it_has(model_dir: Path) -> None:

@@ -159,10 +159,11 @@ class SequenceScheduler:
                 self.cancel(request)
 
     def cancel_started(self) -> None:
-        """End every request with at least one started sequence, as `cancel` does."""
-        started = [*self.running.values(), *(s for s in self.waiting if s.token_ids)]
-        for request in dict.fromkeys(s.request for s in started):
-            self.cancel(request)
+        """End every request with at least one started sequence, even one that has finished, as `cancel` does."""
+        running = {sequence.request for sequence in self.running.values()}
+        for request in list(self.requests.values()):
+            if request in running or any(sequence.token_ids for sequence in request.sequences):
+                self.cancel(request)
 
     def cancel_all(self) -> None:
         """End every request, as `cancel` does."""
