@@ -210,8 +210,8 @@ def measure_engines() -> list[dict[str, Any]]:
     model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype="float32")
     rows = []
     for engine_name in ("vllm", "sglang"):
-        with tempfile.TemporaryDirectory() as made, running(engine_name, SMOLLM2, max_concurrent=64) as engine:
-            for num_requests in (0, 16, 64):
+        with tempfile.TemporaryDirectory() as made, running(engine_name, SMOLLM2, max_concurrent=72) as engine:
+            for num_requests in (0, 16, 64):  # fewer than there are slots, for SGLang samples to attach a client
                 with sampling(partial(engine.endpoint, generate_timeout_s=3600.0), num_requests, max_tokens=512):
                     rows += _measure_engine(engine, model, Path(made) / "own", num_requests)
     return rows
@@ -233,7 +233,9 @@ def _measure_engine(engine: RealEngine, model: Any, directory: Path, num_request
                 assert report is not None
                 if i:
                     seconds.setdefault(f"inflight, {transport}", []).append(report.spans.total_s)
-                    paused.setdefault(f"inflight, {transport}", []).append(report.spans.pause_s)
+                    timings = report.endpoints[0].timings
+                    assert timings is not None
+                    paused.setdefault(f"inflight, {transport}", []).append(timings.paused_s)
         total_s, pause_s = _from_disk(engine, model, directory)
         if i:
             seconds.setdefault("the engine's own, from a file", []).append(total_s)
@@ -279,13 +281,14 @@ def _from_disk(engine: RealEngine, model: Any, directory: Path) -> tuple[float, 
     url = engine.process.url
     started = time.perf_counter()
     save_file({name: p.detach() for name, p in model.named_parameters()}, directory / "model.safetensors")
-    paused = time.perf_counter()
     if engine.kind.name == "vllm":
         _post(f"{url}/pause?mode=keep&clear_cache=false", None)
+        paused = time.perf_counter()
         _post(f"{url}/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
         _post(f"{url}/resume", None)
     else:
         _post(f"{url}/pause_generation", {"mode": "in_place"})
+        paused = time.perf_counter()
         body = {"model_path": str(directory), "flush_cache": False, "abort_all_requests": False}
         _post(f"{url}/update_weights_from_disk", body)
         _post(f"{url}/continue_generation", {})

@@ -130,11 +130,14 @@ def vllm_pauses_table() -> str:
 
 def weights_engines_table() -> str:
     """Return how long the real engines take for new weights, by our publish and by their own ways."""
-    lines = ["| engine | method | weights | time until they are served | pause of sampling |", "|---|---|---|---|---|"]
+    lines = [
+        "| engine | requests | method | time until the weights are served | longest pause of sampling |",
+        "|---|---|---|---|---|",
+    ]
     lines += [
-        f"| {row['engine']} | {row['how']} | {row['size_bytes'] / 1e6:,.0f} MB | "
+        f"| {row['engine']} | {row['num_requests']} | {row['how']} | "
         f"{milliseconds(row['median_s'])} ({milliseconds(min(row['seconds']))} to "
-        f"{milliseconds(max(row['seconds']))}) | {milliseconds(row['pause_median_s'])} |"
+        f"{milliseconds(max(row['seconds']))}) | {milliseconds(row['longest_pause_s'])} |"
         for row in kept_rows("engines", "weights")
     ]
     return "\n".join(lines)

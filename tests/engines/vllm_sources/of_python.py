@@ -19,7 +19,7 @@ from tests.engines.vllm_sources.reading import (
 )
 from tests.engines.vllm_sources.uses import Access, Subclass, adapter_modules
 
-OWN_METHODS = frozenset({"status"})
+OWN_METHODS = frozenset({"can_stage_while_sampling", "status"})
 """Public methods of the adapter's subclasses that vLLM does not call."""
 OWN_ATTRIBUTES = "inflight_"
 """Prefix of the attributes that the adapter adds to classes of vLLM."""
@@ -99,7 +99,7 @@ def _attributes() -> Iterator[Assumption]:
             yield Assumption("attribute", name, exists(name))
             if access.is_stored and isinstance(access.replacement, ast.FunctionDef):
                 yield Assumption("override", f"{name} is replaceable", _replaceable(access))
-        for method in module.rpc_methods():
+        for method in (name for name in module.rpc_methods() if not name.startswith(OWN_ATTRIBUTES)):
             for worker in ("vllm.v1.worker.gpu_worker.Worker", "vllm.v1.worker.cpu_worker.CPUWorker"):
                 yield Assumption("attribute", f"{worker}.{method}", exists(f"{worker}.{method}"))
     yield from (Assumption("attribute", name, exists(name)) for name in MEMBERS)
