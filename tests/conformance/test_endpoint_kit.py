@@ -16,6 +16,7 @@ import torch
 
 import inflight.engines.embedded.sequences
 import inflight.engines.embedded.stepping
+import inflight.weights.encode.delta
 import inflight.weights.encode.float8
 import inflight.weights.receive.base_weights
 import inflight.weights.receive.staging
@@ -45,6 +46,7 @@ pytestmark = pytest.mark.usefixtures("forks")
 PATCHED = (
     *((inflight.engines.embedded.stepping, "sample"), (inflight.weights.encode.float8, "decode_float8")),
     (inflight.weights.receive.base_weights, "merge_lora"),
+    (inflight.weights.encode.delta, "_indices"),
     (inflight.weights.receive.staging.Staging, "_receive_checked"),
     (inflight.engines.embedded.sequences.Sequence, "note_routed"),
     *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),

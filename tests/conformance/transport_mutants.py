@@ -162,6 +162,11 @@ def timed(method: str, seconds: Callable[[float], float]) -> Fault:
     return spoil
 
 
+def waits_long_for_what_was_begun_ahead(receiver: Any) -> None:
+    receive = receiver.receive
+    receiver.receive = lambda specs, timeout_s: receive(specs, timeout_s if receiver._ahead is None else 30.0)
+
+
 def aborts_only_if(condition: Callable[[Any], bool]) -> Fault:
     def spoil(end: Any) -> None:
         abort = end.abort
@@ -791,6 +796,11 @@ MUTANTS = {
         "T-20",
         "a receive that times out is tried once more",
         receiver=timed("receive", lambda timeout_s: 2 * timeout_s),
+    ),
+    "own timeout of a bucket begun ahead": Mutant(
+        "T-20",
+        "a bucket that was begun ahead is awaited for as long as it was then allowed to take",
+        receiver=waits_long_for_what_was_begun_ahead,
     ),
     "0 ms is no timeout": Mutant(
         "T-21",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import string
-from itertools import product
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,27 +84,23 @@ def make_tiny_model(
     return path
 
 
-def make_model_of_pairs(path: Path) -> Path:
-    """Write a checkpoint like that of `make_tiny_model` in which most tokens are two letters; return ``path``."""
+def make_model_of_text(path: Path, text: str, pairs: Sequence[str]) -> Path:
+    """Write a checkpoint like that of `make_tiny_model` that samples the bytes of ``text`` and then ``pairs`` over and
+    over again; return ``path``.
+
+    Each pair is two ASCII letters that are one token. All tokens must be different, and at most 32.
+    """
     from tokenizers import Tokenizer
 
-    pairs = list(product(string.ascii_lowercase, repeat=2))
     make_tiny_model(path, vocab_size=VOCAB_SIZE + len(pairs))
     file = path / "tokenizer.json"
     content = json.loads(file.read_text())
-    content["model"]["vocab"] |= {first + second: VOCAB_SIZE + i for i, (first, second) in enumerate(pairs)}
+    content["model"]["vocab"] |= {pair: VOCAB_SIZE + i for i, pair in enumerate(pairs)}
+    # A special token that the vocabulary does not contain would be given another id.
+    content["model"]["vocab"] |= {token["content"]: token["id"] for token in content["added_tokens"]}
     content["model"]["merges"] = [list(pair) for pair in pairs]
     Tokenizer.from_str(json.dumps(content)).save(str(file))
-    return path
-
-
-def make_model_of_text(path: Path, text: str) -> Path:
-    """Write a checkpoint like that of `make_tiny_model` that samples ``text`` again and again; return ``path``.
-
-    The text has at most 32 bytes, which are all different.
-    """
-    make_tiny_model(path)
-    ids, file = list(text.encode()), path / "model.safetensors"
+    ids, file = [*text.encode(), *range(VOCAB_SIZE, VOCAB_SIZE + len(pairs))], path / "model.safetensors"
     weights = load_file(file)
     for name, tensor in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import inflight.weights.encode.delta
 import inflight.weights.encode.float8
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.parameters import PreparedParameters
@@ -206,6 +207,22 @@ async def without_the_token(endpoint: EmbeddedEndpoint, own: Any, spec: Transpor
     await own(spec)
 
 
+def counting_escapes_once(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Count adjacent escapes of a delta's gaps as one."""
+    delta: Any = inflight.weights.encode.delta
+    indices = delta._indices
+
+    def faulty(gaps: Any, plan: Any) -> Any:
+        is_escape = gaps == delta._ESCAPE
+        counted = gaps.copy()
+        counted[1:][is_escape[1:] & is_escape[:-1]] = 0
+        found = (counted + (~is_escape)).cumsum(dtype="int64") - 1
+        return indices(gaps, plan) if plan.num_gaps == plan.num_changed else found[~is_escape]
+
+    delta._indices = faulty
+    return endpoint
+
+
 MUTANTS = (
     Mutant("damage overlooked", "U-14", "Checksums are not compared.", overlooks_damage),
     Mutant(
@@ -231,6 +248,12 @@ MUTANTS = (
         "U-18",
         "A delta is acknowledged, but its unchanged base is loaded.",
         decoding(passes_over_deltas),
+    ),
+    Mutant(
+        "escapes of deltas counted once",
+        "U-18",
+        "A gap between two changed elements is decoded wrongly if it takes several escapes.",
+        counting_escapes_once,
     ),
     Mutant("aborted delta stays", "U-18", "An aborted delta remains in its base.", decoding(leaves_aborted_deltas)),
     Mutant("any base accepted", "U-19", "A delta is applied to whatever base the endpoint has kept.", takes_any_base),

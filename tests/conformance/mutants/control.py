@@ -78,6 +78,16 @@ def ends_what_has_tokens(endpoint: EmbeddedEndpoint, _: Any) -> None:
         scheduler.finish(sequence, "abort")
 
 
+@replaces("_engine.pauses.resume")
+def keeps_waiting_for_a_drain(endpoint: EmbeddedEndpoint, resume: Callable[[], float]) -> float:
+    """Leave the end of a drain that was given up in place: it pauses sampling once nothing runs."""
+    pauses = endpoint._engine.pauses
+    on_drained = pauses._on_drained if pauses.paused_since is None else None
+    paused_s = resume()
+    pauses._on_drained = on_drained
+    return paused_s
+
+
 @replaces("generate")
 async def refuses_newcomers(endpoint: EmbeddedEndpoint, own: Any, request: GenerateRequest) -> GenerateResponse:
     if (await endpoint.weight_version()).state is not EndpointState.READY:
@@ -212,6 +222,12 @@ MUTANTS = (
         "E-35",
         "A drain has no deadline.",
         announcing(lambda update: {"deadline_s": 3600.0}),
+    ),
+    Mutant(
+        "drain ends after its refusal",
+        "E-35",
+        "A drain that was refused still pauses sampling once no request is running.",
+        keeps_waiting_for_a_drain,
     ),
     Mutant(
         "abort that pauses",

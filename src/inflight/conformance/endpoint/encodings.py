@@ -94,7 +94,7 @@ def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
     return decoded.flatten(1)[:, : rows.shape[1]].reshape(tensor.shape).to(tensor.dtype)
 
 
-@check("U-18", "updates delta", deadline_s=40, look_at=_BASE)
+@check("U-18", "updates delta", deadline_s=120, look_at=_BASE)
 async def deltas(subject: EndpointSubject) -> None:
     """After a delta, logprobs are those of the new weights; a delta that is aborted leaves its base unchanged."""
     publisher, reference = subject.publisher, subject.reference

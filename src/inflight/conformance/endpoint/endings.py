@@ -12,7 +12,7 @@ from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import require_right_logprobs
 from inflight.conformance.endpoint.repeats import least_common, require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.models import make_model_of_pairs, make_model_of_text
+from inflight.conformance.models import make_model_of_text
 from inflight.conformance.reference import ReferenceCheckpoint, distribution
 from inflight.errors import InvalidRequestError
 from inflight.wire import Completion, SamplingParams
@@ -32,6 +32,8 @@ _MOST_SEEDS = 40
 _NEVER = "\x00 never"
 _LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
 """Characters of three bytes each, all of them different."""
+_PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
+"""Tokens of two letters each, and a part of their text that ends within the last one."""
 _NUM_STOP_STRINGS, _NUM_STOP_TOKENS = 6, 40
 """Numbers of stop strings and stop tokens in requests where only the last of them occurs. OpenAI's limit is 4
 strings."""
@@ -82,7 +84,7 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
     require_repeated(subject, pairs, f"{len(free)} completions with and without stop tokens")
 
 
-@check("E-20", "model", deadline_s=90)
+@check("E-20", "model", deadline_s=120)
 @look_at("whether tokens are cut with the text, and whether the text is searched after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes any of its stop strings, even if the string ends within that token
@@ -92,8 +94,7 @@ async def stop_strings(subject: EndpointSubject) -> None:
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
-    if max(len(tokenizer.decode([token])) for token in range(0, subject.capabilities.vocab_size, 7)) == 1:
-        await _require_stopped_within_a_token(subject)
+    await _require_stopped_in_a_known_text(subject)
     num_stopped = num_cases = 0
     for seed in range(_MOST_SEEDS):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
@@ -120,30 +121,30 @@ async def stop_strings(subject: EndpointSubject) -> None:
     _require_most_stopped(subject, num_stopped, num_cases)
     await _require_stopped_at_once(subject, tokenizer)
     await _require_stopped_by_a_character(subject, tokenizer)
-    await _require_stopped_by_long_characters(subject)
     await _require_each_stopped_by_text(subject, tokenizer)
     await _require_prompt_ignored(subject, tokenizer)
 
 
-async def _require_stopped_within_a_token(subject: EndpointSubject) -> None:
-    """Require that a completion ends at a token that has further characters after the stop string.
+async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
+    """Require that a completion ends at a stop string that ends within a token, and at one with more bytes than
+    characters.
 
-    The checkpoint has no such tokens, so the check starts another endpoint that serves a model with such tokens.
+    The check starts another endpoint, which serves a model that samples such a text.
     """
     if (reason := subject.missing("fresh")) is not None:
-        subject.note(within_a_token=f"not checked: {reason}")
+        subject.note(known_text=f"not checked: {reason}")
         return
-    reference = ReferenceCheckpoint(make_model_of_pairs(subject.directory / "pairs"))
-    tokenizer, endpoint = reference.tokenizer, (await subject.fresh(reference.path)).endpoint
-    num_stopped = 0
-    for seed in range(_NUM_CASES):
-        prompt, asked = subject.prompt(seed=seed), {"max_tokens": 48, **subject.repeatable(seed)}
-        free = await subject.generate(prompt, endpoint=endpoint, **asked)
-        if (stop := plain_text(tokenizer, free.token_ids, 2, is_cut=True)) is not None:
-            found = await subject.generate(prompt, endpoint=endpoint, stop=(stop,), **asked)
-            what = f"stop string {stop!r}, which ends within a token"
-            num_stopped += _require_ended(found, _completing(tokenizer, stop, found), 48, what)
-    subject.note(within_a_token=num_stopped)
+    reference = ReferenceCheckpoint(make_model_of_text(subject.directory / "text", _LONG_CHARACTERS, _PAIRS))
+    endpoint = (await subject.fresh(reference.path)).endpoint
+    ends = []
+    for stop, where in ((_LONG_CHARACTERS, "takes three tokens for each character"), (_CUT, "ends within a token")):
+        asked = {"max_tokens": 48, "temperature": 0.0, "stop": (stop,)}
+        found = await subject.generate(subject.prompt(), endpoint=endpoint, **asked)
+        completing = _completing(reference.tokenizer, stop, found)
+        require(completing, f"{len(found.token_ids)} tokens of a model that samples {stop!r} do not contain it")
+        _require_ended(found, completing, 48, f"stop string {stop!r}, which {where}")
+        ends.append(len(found.token_ids))
+    subject.note(tokens_of_a_known_text=ends)
 
 
 async def _require_stopped_at_once(subject: EndpointSubject, tokenizer: Any) -> None:
@@ -172,20 +173,6 @@ async def _require_stopped_by_a_character(subject: EndpointSubject, tokenizer: A
             subject.note(character_of_several_tokens=stop)
             return
     subject.note(character_of_several_tokens=f"none in {_MOST_SEEDS} completions")
-
-
-async def _require_stopped_by_long_characters(subject: EndpointSubject) -> None:
-    """Require that a completion ends at a stop string with more bytes than characters, from an endpoint that serves a
-    model of such a text."""
-    if subject.missing("fresh") is not None:
-        return
-    reference = ReferenceCheckpoint(make_model_of_text(subject.directory / "text", _LONG_CHARACTERS))
-    endpoint = (await subject.fresh(reference.path)).endpoint
-    request = {"max_tokens": 48, "temperature": 0.0, "stop": (_LONG_CHARACTERS,)}
-    found = await subject.generate(subject.prompt(), endpoint=endpoint, **request)
-    what = f"stop string {_LONG_CHARACTERS!r}, each character of which three tokens spell"
-    _require_ended(found, _completing(reference.tokenizer, _LONG_CHARACTERS, found), 48, what)
-    subject.note(characters_of_three_tokens=len(found.token_ids))
 
 
 def _spelled_character(tokenizer: Any, token_ids: Sequence[int]) -> str | None:
@@ -272,12 +259,18 @@ async def finish_reasons(subject: EndpointSubject) -> None:
             num_met += is_met
             if is_met and num_met <= _NUM_COMPARED:
                 require_right_logprobs(subject, request, completion, "a completion that ended its sequence")
-    drawn = {"temperature": temperature, "seed": 1, "stop_token_ids": tuple(sorted(ends_of))}
-    request = subject.request(prompt, n=4, max_tokens=num_tokens, **drawn)
-    for completion in (await subject.endpoint.generate(request)).completions:
-        ends = [i for i, token in enumerate(completion.token_ids) if token in ends_of]
-        _require_ended(completion, ends, num_tokens, "ignore_eos=true and the same tokens in stop_token_ids")
+    num_stopped = 0
+    for seed in range(1, 5):
+        if num_stopped:
+            break
+        drawn = {"temperature": temperature, "seed": seed, "stop_token_ids": tuple(sorted(ends_of))}
+        request = subject.request(prompt, n=16, max_tokens=num_tokens, **drawn)
+        for completion in (await subject.endpoint.generate(request)).completions:
+            ends = [i for i, token in enumerate(completion.token_ids) if token in ends_of]
+            what = "ignore_eos=true and the same tokens in stop_token_ids"
+            num_stopped += _require_ended(completion, ends, num_tokens, what)
     subject.note(likelihood_of_the_end=likelihood, ended=num_met, went_on=num_passed, completions=16 * num_rounds)
+    subject.note(ended_by_stop_token_ids=num_stopped)
     if not num_met:
         skip(f"none of {16 * num_rounds} completions reached an end-of-sequence token")
 
