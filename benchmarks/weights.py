@@ -5,8 +5,8 @@ real      the same for the weights of models/smollm2
 small     1,000 small tensors as one bucket, and broadcast one by one
 tokens    tokens that a server samples over an interval with one update, and without
 repeat    1,000 updates in a row: memory, file handles and shared memory before and after
-engines   real vLLM and SGLang with models/smollm2, under 0, 16 and 64 requests: our publish compared with the engines'
-          own ways to load new weights
+engines   real vLLM and SGLang with models/smollm2 and 0, 16 or 64 running requests: our publish compared with the
+          engines' own ways to load new weights
 
 Every ratio is taken within one run on the same bytes. Results are added to results/weights.json.
 """
@@ -211,7 +211,7 @@ def measure_engines() -> list[dict[str, Any]]:
     rows = []
     for engine_name in ("vllm", "sglang"):
         with tempfile.TemporaryDirectory() as made, running(engine_name, SMOLLM2, max_concurrent=72) as engine:
-            for num_requests in (0, 16, 64):  # fewer than there are slots, for SGLang samples to attach a client
+            for num_requests in (0, 16, 64):  # leaves slots free, because attaching a client to SGLang samples tokens
                 with sampling(partial(engine.endpoint, generate_timeout_s=3600.0), num_requests, max_tokens=512):
                     rows += _measure_engine(engine, model, Path(made) / "own", num_requests)
     return rows

@@ -1,15 +1,15 @@
-"""The parts of an update that vLLM's engine core does itself. Only vLLM loads this module.
+"""The parts of an update that run in vLLM's engine core. Only vLLM loads this module.
 
-vLLM handles the calls of its routes in the thread that samples, between two steps, so that each call waits for a step.
-The engine core therefore handles two methods of ``collective_rpc``, the only route of vLLM that accepts arbitrary
-methods, in its own way:
+vLLM handles calls to its routes in the sampling thread, between two steps, so each call waits for a step. This module
+changes how the engine core handles two kinds of calls to ``collective_rpc``, the only vLLM route that accepts arbitrary
+methods:
 
 - The commit. vLLM has a separate route for each of its steps. With a client's round trip between every two calls, and
   the 20 ms that ``/pause`` sleeps, a model that loads in 5 ms is paused for 100 ms. Here the steps run one after
   another in the sampling thread.
 - Staging, which does not change the model. If the worker runs in the process of the engine core, these calls are
-  handled in the thread that reads them, while the model is sampling, and a bucket's answer is sent once the bucket is
-  staged.
+  handled in the thread that reads them, while the model is sampling, and the call for a bucket is answered once the
+  bucket is staged.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Answer = list[dict[str, Any]]
 
 
 def register() -> None:
-    """Make the engine core handle `COMMIT` and `STAGE` itself, and pass all other methods on to its workers."""
+    """Make the engine core execute `COMMIT` itself, and handle `STAGE` and `STATUS` during sampling where it can."""
     passed_on = EngineCoreProc.collective_rpc
     if hasattr(passed_on, COMMIT):
         return
@@ -50,7 +50,7 @@ def register() -> None:
 
 
 def _with_staging(read_calls: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the method that reads calls and puts them into a queue; those of staging are handled at once."""
+    """Return ``read_calls``, wrapped so that calls that can be handled during sampling are not put into the queue."""
 
     @functools.wraps(read_calls)
     def process_input_sockets(core: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,7 +86,7 @@ def _engine_in_process(core: Any) -> Any:
 
 
 def _when_staged(core: Any, answer: Answer) -> Answer | Future[Answer]:
-    """Return the answer to `STAGE`: if its work continues in this process, when the work is done."""
+    """Return the answer to `STAGE`, or a future of it if its work is still in progress in this process."""
     engine = _engine_in_process(core)
     if engine is None or answer[0]["phase"] != "busy":
         return answer

@@ -1,12 +1,12 @@
 """The plug-in: a weight transfer engine that vLLM finds by its entry point and loads in each of its workers.
 
-join -> stage: begin, then once for each bucket -> finish_weight_update, which `inflight_vllm.engine_core` calls
+join -> stage (once to begin, then once for each bucket) -> load, which calls finish_weight_update
 
 A bucket is received in a separate thread and staged where its transport delivers it: in host memory, or on the worker's
 GPU. On a GPU, a separate stream is used, so that receiving does not wait for the model. The worker therefore keeps
 answering, and a receive can be aborted. Only ``finish_weight_update`` changes the model: if anything fails before it,
-the old weights are still served. Staging and its progress use methods of our own through vLLM's ``collective_rpc``,
-because vLLM's own calls return nothing.
+the old weights are still served. Weights are staged, and progress is reported, by methods that this module adds to
+vLLM's workers and that ``collective_rpc`` calls, because vLLM's own calls return nothing.
 
 The thread also prepares the load. It adds the other tensors of the same layers to a partial update, and merges a LoRA
 into its base. If those tensors are no longer known, the update is refused when it begins. Weights are staged while vLLM
@@ -70,14 +70,14 @@ def _status(worker: Any) -> dict[str, Any]:
 
 
 def _stage(worker: Any, info: dict[str, Any]) -> dict[str, Any]:
-    """Begin what ``info``, an `UpdateInfo`, selects, and return the status."""
+    """Begin the action that ``info``, the fields of an `UpdateInfo`, selects, and return the status."""
     engine: InflightTransferEngine = worker.weight_transfer_engine
     engine.receive_weights(UpdateInfo(**info))
     return engine.status()
 
 
 def _load(worker: Any) -> None:
-    """Load what is staged, in a session of vLLM's own; one in which an earlier load failed is still open."""
+    """Load the staged weights in a session of vLLM, which is still open if an earlier load failed in it."""
     with contextlib.suppress(RuntimeError):
         worker.start_weight_update()
     worker.finish_weight_update()
@@ -104,7 +104,11 @@ class UpdateInfo:
 
 
 class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # type: ignore[misc]  # no vLLM here
-    """One worker's side of its model's updates. vLLM creates it, and calls it from the worker's main thread."""
+    """One worker's side of its model's updates.
+
+    vLLM creates it, and calls it from the worker's main thread. The engine core may also stage weights from another
+    thread, while the model is sampling.
+    """
 
     init_info_cls = JoinInfo
     update_info_cls = UpdateInfo
@@ -125,9 +129,9 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._phase: Phase = "idle"
         self._problem = ""
         self.work: Future[None] = Future()
-        """Done when the latest join or bucket is done or has failed."""
+        """Completed once the latest join or bucket has succeeded or failed."""
         self._lock = threading.RLock()
-        """Held while a call changes what is staged: calls may come from the thread that samples and another one."""
+        """Held while a call changes what is staged, because calls come from the sampling thread and another one."""
         self._reloaded = ReloadedModel(model, self.model_config, device)
         self._base = BaseWeights(self.model_config.model, self.model_config.dtype)
         self._completing: list[str] = []
@@ -154,14 +158,14 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._begin(join)
 
     def start_weight_update(self) -> None:
-        """Change nothing: updates begin with `receive_weights`, before vLLM's own session."""
+        """Do nothing: an update begins with `receive_weights`, before vLLM's own session."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Do what `receive_weights` does."""
+        """Parse ``update_info`` and pass it to `receive_weights`."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Begin an update, or begin to receive one of its buckets; `status` reports when the bucket is staged."""
+        """Begin the action that ``update_info`` selects; `status` reports when a bucket is staged."""
         with self._lock:
             if update_info.source == "drop":
                 self._drop()
@@ -207,7 +211,7 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     def can_stage_while_sampling(self) -> bool:
         """Whether `receive_weights` and `status` may be called while the model is sampling.
 
-        Before the model's layers are known, and after a load has failed half-way, `receive_weights` may change it.
+        Before the layers are known, and after a load has failed half-way, `receive_weights` may change the model.
         """
         return self._reloaded.is_traced and not self._reloaded.is_dirty
 

@@ -47,8 +47,8 @@ previous version would misread the plug-in."""
 COMMIT = "inflight_commit"
 """The method of ``/collective_rpc`` that loads, labels and resumes: see `inflight_vllm.engine_core`."""
 STAGE = "inflight_stage"
-"""The method that begins an update, receives a bucket or discards what was received, without changing the model; it
-answers as `STATUS` does. Its argument is a `inflight_vllm.transfer_engine.UpdateInfo`."""
+"""The method that begins an update, receives a bucket or discards received buckets, without changing the model. Its
+argument ``info`` has the fields of `inflight_vllm.transfer_engine.UpdateInfo`. It returns what `STATUS` returns."""
 STATUS = "inflight_status"
 """The method that reports the progress of staging in each worker."""
 PAUSES = {
@@ -60,7 +60,7 @@ PAUSES = {
 _POLL_S = 0.01
 """Seconds between two status calls."""
 _ANSWER_S = 5.0
-"""How long, in seconds, the engine may take for its answer after the timeout of a bucket has expired."""
+"""Seconds that the engine has to answer after the timeout of a bucket has expired."""
 
 
 class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
@@ -300,7 +300,7 @@ class VllmUpdates(PausableEngine, ReleasableEngine, BucketSink):
         joining: TransportSpec | None = None,
         statuses: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Return when the plug-in has finished its work; ``statuses`` is what it has answered already.
+        """Return when the plug-in has finished its work. ``statuses`` are those that it has already reported, if any.
 
         Raises `TransferError` if the work fails or takes too long, or if the group is lost.
         """

@@ -275,7 +275,7 @@ def in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def adjoining_as_they_lie(sender: Any) -> None:
-    """Tensors that adjoin one another in memory are sent as they lie there, whatever their strides."""
+    """Send tensors that are adjacent in memory in storage order, whatever their strides."""
     send = sender.send
 
     def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
@@ -735,7 +735,7 @@ MUTANTS = {
     ),
     "storage order": Mutant("T-11", "strides are ignored", resent(in_storage_order)),
     "storage order of adjoining tensors": Mutant(
-        "T-11", "the strides of tensors that adjoin one another in memory are ignored", adjoining_as_they_lie
+        "T-11", "the strides of tensors that are adjacent in memory are ignored", adjoining_as_they_lie
     ),
     "only 16 MB": Mutant(
         "T-12", "everything after the first 16 MB of a tensor arrives as zeros", receiver=received(only_16_mb)
@@ -799,7 +799,7 @@ MUTANTS = {
     ),
     "own timeout of a bucket begun ahead": Mutant(
         "T-20",
-        "a bucket that was begun ahead is awaited for as long as it was then allowed to take",
+        "after `receive_ahead`, `receive` ignores its own timeout",
         receiver=waits_long_for_what_was_begun_ahead,
     ),
     "0 ms is no timeout": Mutant(

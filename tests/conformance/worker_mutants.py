@@ -1556,7 +1556,7 @@ class LoraKeptOnceTrained(FsdpLoraWorker):
 
 
 class DropoutContinued(FsdpLoraWorker):
-    """A load continues to count the forward passes whose dropout it discards."""
+    """A load does not reset the number of forward passes, which seeds dropout."""
 
     def load(self, path: Path, *, optimizer: bool = True) -> None:
         num_forwards = self._num_forwards
@@ -2040,7 +2040,7 @@ MUTANTS = {
     "leftover_preferred": Mutant(
         LeftoverPreferred,
         "W-76",
-        "`load` prefers the checkpoint that an interrupted save left next to the path to the one at the path",
+        "`load` reads the checkpoint that an interrupted save left next to the path, not the one at the path",
     ),
     "live_state_saved": Mutant(LiveStateSaved, "W-77", "a save in the background writes what training has changed"),
     "never_pending": Mutant(NeverPending, "W-77", "`save_pending` is false during a save"),
@@ -2055,7 +2055,7 @@ MUTANTS = {
         LoraKeptOnceTrained, "W-50", "`load` after the first step keeps the worker's own LoRA"
     ),
     "dropout_continued": Mutant(
-        DropoutContinued, "W-50", "`load` does not reset the count of forward passes from which dropout is drawn"
+        DropoutContinued, "W-50", "`load` does not reset the number of forward passes, which seeds dropout"
     ),
     "merged_by_save": Mutant(MergedBySave, "W-50", "`save` merges the LoRA into the worker's own base weights"),
     "merged_once": Mutant(MergedOnce, "W-78", "merged weights are those of the first gather"),

@@ -1,7 +1,7 @@
-"""Shows which calls vLLM's engine core answers while it samples: ``python staging_program.py``, in vLLM's environment.
+"""Print which calls vLLM's engine core answers while it samples: ``python staging_program.py``, in vLLM's environment.
 
-No thread takes calls from the queue of the engine core, as if a step of the model lasted for ever. A line of JSON for
-each case has the methods that were answered and those that are waiting in the queue.
+No thread takes calls from the queue of the engine core, as if a step of the model never ended. For each case, the
+program prints a line of JSON with the calls that were answered and those that are waiting in the queue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METHODS = (STATUS, STAGE, COMMIT, "get_model")
 
 
 class Engine:
-    """The transfer engine of a worker that receives a bucket."""
+    """A stand-in for the transfer engine of a worker that is receiving a bucket."""
 
     def __init__(self, *, can_stage: bool) -> None:
         self.can_stage_while_sampling = can_stage
@@ -35,7 +35,7 @@ class Engine:
 
 
 class Worker:
-    """The worker of an executor."""
+    """A stand-in for the worker of an executor."""
 
     def __init__(self, engine: Engine) -> None:
         self.weight_transfer_engine = engine
@@ -57,7 +57,7 @@ def core_of(executor: type[Any], engine: Engine) -> Any:
 
 
 def answers(core: Any) -> list[Any]:
-    """Return the method and the answer of each call that has been answered since the last time."""
+    """Return the method and the answer of each call that was answered since the previous call of this function."""
     found = []
     while not core.output_queue.empty():
         _, outputs = core.output_queue.get_nowait()

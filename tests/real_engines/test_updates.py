@@ -130,8 +130,8 @@ def test_two_publishers_at_the_same_time_leave_whole_weights_and_say_whose(engin
                 barrier.wait()
                 publish(publisher, tensors[name], 7)
                 outcomes[name] = "applied"
-        except Exception as error:  # told below
-            barrier.abort()  # the other does not wait for one that could not form its group
+        except Exception as error:  # checked below
+            barrier.abort()  # so that the other publisher does not wait for one that could not form its group
             outcomes[name] = f"{type(error).__name__}: {error}"
 
     barrier = threading.Barrier(2, timeout=60.0)

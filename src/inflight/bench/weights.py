@@ -270,8 +270,8 @@ def _change(model: Any, share: float, seed: int) -> None:
 def sampling(connect: Callable[[], InferenceEndpoint], num_requests: int, max_tokens: int = 4_000) -> Iterator[None]:
     """Keep requests running on the server that ``connect`` connects to while the context is open.
 
-    Each request asks for up to ``max_tokens`` tokens and is followed by another. Raises `InflightError` if they are not
-    all running at the same time within 60 s.
+    Each request asks for up to ``max_tokens`` tokens; when it ends, a new one is sent. Raises `InflightError` if the
+    requests are not all running at the same time within 60 s.
     """
     clients = _clients(connect, num_requests, max_tokens)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(clients):

@@ -85,10 +85,11 @@ def make_tiny_model(
 
 
 def make_model_of_text(path: Path, text: str, pairs: Sequence[str]) -> Path:
-    """Write a checkpoint like that of `make_tiny_model` that samples the bytes of ``text`` and then ``pairs`` over and
-    over again; return ``path``.
+    """Write a checkpoint whose model samples the bytes of ``text``, followed by ``pairs``, over and over again; return
+    ``path``.
 
-    Each pair is two ASCII letters that are one token. All tokens must be different, and at most 32.
+    In all other respects, the checkpoint is like that of `make_tiny_model`. Each pair consists of two ASCII letters and
+    is one token. There may be at most 32 tokens, bytes included, and all of them must be different.
     """
     from tokenizers import Tokenizer
 
@@ -96,7 +97,7 @@ def make_model_of_text(path: Path, text: str, pairs: Sequence[str]) -> Path:
     file = path / "tokenizer.json"
     content = json.loads(file.read_text())
     content["model"]["vocab"] |= {pair: VOCAB_SIZE + i for i, pair in enumerate(pairs)}
-    # A special token that the vocabulary does not contain would be given another id.
+    # A special token that the vocabulary does not contain would receive another id.
     content["model"]["vocab"] |= {token["content"]: token["id"] for token in content["added_tokens"]}
     content["model"]["merges"] = [list(pair) for pair in pairs]
     Tokenizer.from_str(json.dumps(content)).save(str(file))

@@ -208,7 +208,7 @@ async def without_the_token(endpoint: EmbeddedEndpoint, own: Any, spec: Transpor
 
 
 def counting_escapes_once(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Count adjacent escapes of a delta's gaps as one."""
+    """Count adjacent escapes in the gaps of a delta as one."""
     delta: Any = inflight.weights.encode.delta
     indices = delta._indices
 

@@ -359,7 +359,7 @@ MUTANTS = (
     Mutant(
         "not recomputed under the same version",
         "U-35",
-        "Under recompute, an update with the version that is served already recomputes nothing.",
+        "Under recompute, an update with the version that is already served recomputes nothing.",
         keeping_under_the_same_version,
     ),
     Mutant(

@@ -80,7 +80,7 @@ def ends_what_has_tokens(endpoint: EmbeddedEndpoint, _: Any) -> None:
 
 @replaces("_engine.pauses.resume")
 def keeps_waiting_for_a_drain(endpoint: EmbeddedEndpoint, resume: Callable[[], float]) -> float:
-    """Leave the end of a drain that was given up in place: it pauses sampling once nothing runs."""
+    """Keep the callback of a refused drain, which still pauses sampling once no request is running."""
     pauses = endpoint._engine.pauses
     on_drained = pauses._on_drained if pauses.paused_since is None else None
     paused_s = resume()

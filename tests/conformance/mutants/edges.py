@@ -374,7 +374,7 @@ MUTANTS = (
     Mutant(
         "windows of stop strings in characters",
         "E-20",
-        "Only as many of the latest tokens are searched as the longest stop string has characters, and four more.",
+        "Only the latest tokens are searched, four more than the longest stop string has characters.",
         searching(lambda s, decode: decode(s.token_ids[-(max(map(len, s.request.sampling.stop)) + 4) :])),
     ),
     Mutant(

@@ -377,7 +377,7 @@ MUTANTS = (
     Mutant(
         "scores left waiting",
         "U-37",
-        "When loading weights fails, score requests that wait never end.",
+        "When loading weights fails, waiting score requests never end.",
         leaves_scores_waiting,
     ),
     Mutant(

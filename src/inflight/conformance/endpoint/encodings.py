@@ -127,8 +127,10 @@ async def deltas(subject: EndpointSubject) -> None:
 
 
 async def _require_far_changes(subject: EndpointSubject) -> None:
-    """Require that a delta changes the right elements if there are more unchanged ones between them than the kit's
-    usual model has; another endpoint serves one of more tokens."""
+    """Require that a delta changes the right elements even if they are further apart than in the kit's usual model.
+
+    The check starts another endpoint, which serves a model with a larger vocabulary.
+    """
     if subject.missing("fresh") is not None:
         return
     reference = ReferenceCheckpoint(make_tiny_model(subject.directory / "many-tokens", vocab_size=_MANY_TOKENS))

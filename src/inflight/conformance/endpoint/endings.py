@@ -31,9 +31,9 @@ _MOST_SEEDS = 40
 """Maximum number of completions that are searched for a place at which to stop."""
 _NEVER = "\x00 never"
 _LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
-"""Characters of three bytes each, all of them different."""
+"""Characters of three bytes each; all the bytes are different."""
 _PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
-"""Tokens of two letters each, and a part of their text that ends within the last one."""
+"""Tokens of two letters each, and a part of their text that ends within the last token."""
 _NUM_STOP_STRINGS, _NUM_STOP_TOKENS = 6, 40
 """Numbers of stop strings and stop tokens in requests where only the last of them occurs. OpenAI's limit is 4
 strings."""
@@ -88,7 +88,7 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
 @look_at("whether tokens are cut with the text, and whether the text is searched after every token")
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes any of its stop strings, even if the string ends within that token
-    or its characters take several tokens each. That token is listed with its logprob, and the finish reason is
+    or each of its characters takes several tokens. That token is listed with its logprob, and the finish reason is
     stop. A stop string that lies or begins in the prompt, or in an earlier part of the completion, does not end the
     completion."""
     tokenizer = subject.reference.tokenizer
@@ -126,10 +126,10 @@ async def stop_strings(subject: EndpointSubject) -> None:
 
 
 async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
-    """Require that a completion ends at a stop string that ends within a token, and at one with more bytes than
-    characters.
+    """Require that a completion ends at a stop string that ends within a token, and at one whose characters take
+    several tokens each.
 
-    The check starts another endpoint, which serves a model that samples such a text.
+    The check starts another endpoint, which serves a model that samples a text with both.
     """
     if (reason := subject.missing("fresh")) is not None:
         subject.note(known_text=f"not checked: {reason}")

@@ -227,7 +227,7 @@ async def _poison(
     await _require_ended(waiting, f"requests that waited during {what}")
     waited = f"a score request that waited during {what}"
     for answer in await within(SLACK_S, asyncio.gather(*scores, return_exceptions=True), waited):
-        # An adapter that fails at its very end may have resumed sampling already.
+        # If the commit fails at its very end, the adapter may already have resumed sampling.
         has_ended = isinstance(answer, EndpointError | ScoreResponse)
         require(has_ended, f"{waited} ended with {answer!r}, not with an EndpointError")
 

@@ -208,7 +208,7 @@ async def _begin_stream(
 
 @check("E-35", "updates drain", deadline_s=40, look_at=_DRAIN)
 async def drain_out_of_time(subject: EndpointSubject) -> None:
-    """A drain that takes longer than the update's deadline is refused, and every request continues; once they have
+    """A drain that takes longer than the update's deadline is refused, and every request continues; once all have
     ended, new requests are served."""
     await subject.publisher.form_group()
     running = await subject.start_running(4, max_tokens=min(500, subject.context_len * 3 // 4))

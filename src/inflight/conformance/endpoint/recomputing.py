@@ -31,8 +31,8 @@ _FALSE_ALARM = 1e-6
 @check("U-35", "updates recompute spans", deadline_s=60)
 @look_at("an incomplete list of running requests, and chunks of prompts that were prefilled before the pause")
 async def everything_recomputed(subject: EndpointSubject) -> None:
-    """Under recompute, every running request is recomputed, however many run and even if the update's version is the
-    one that is served, and a request whose prompt is being prefilled when the update arrives keeps nothing that the old
+    """Under recompute, every running request is recomputed, however many run, and even if the update has the version
+    that is already served. A request whose prompt is being prefilled when the update arrives keeps nothing that the old
     weights computed either."""
     reference, publisher = subject.reference, subject.publisher
     other = reference.perturbed("B")
@@ -82,8 +82,11 @@ async def _recomputed_while_prefilled(subject: EndpointSubject, turns: Sequence[
 
 
 async def _recomputed_under_the_same_version(subject: EndpointSubject) -> None:
-    """Require that requests that run while another run publishes other weights as the version that is served are
-    recomputed: their last tokens show it."""
+    """Require that running requests are recomputed if another training run publishes other weights under the version
+    that is already served.
+
+    The logprob of a request's last token shows which weights computed its keys and values.
+    """
     other, version = subject.reference.perturbed("C", seed=2), subject.publisher.version
     subject.publisher.lose_group()
     another = subject.another_publisher()

@@ -28,7 +28,7 @@ _CHOSEN = 2
 _LENGTHS = ((3, 24), (17, 9), (40, 15))
 """Numbers of tokens in a prompt and in its completion."""
 _SAMPLED_S = 0.05
-"""Time for the first tokens of a completion."""
+"""Seconds that a completion has to sample its first tokens before an update begins."""
 _WRONG = {"float32": 0.002, "float64": 0.002}
 """Maximum share of tokens, over all layers, whose experts may differ because sums are rounded in a different order."""
 
@@ -41,7 +41,7 @@ _WRONG = {"float32": 0.002, "float64": 0.002}
 async def experts(subject: EndpointSubject) -> None:
     """Where routed_experts are supported, a completion whose request asks for them reports, for each token that went
     through the model, prompt included, the experts that the model's routers choose for it after the same tokens. If a
-    token is recomputed under new weights, its first record counts."""
+    token is recomputed under new weights, the experts that were recorded first are reported."""
     path = make_tiny_model(subject.directory / "experts", family="qwen3_moe")
     try:
         endpoint = (await subject.fresh(path)).endpoint

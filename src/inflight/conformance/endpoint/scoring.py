@@ -199,7 +199,7 @@ async def require_right_scores(subject: EndpointSubject, token_ids: Sequence[int
 
 
 def plain_request(subject: EndpointSubject, token_ids: Sequence[int], start: int) -> ScoreRequest:
-    """Return a request for the scores alone."""
+    """Return a score request without alternatives or candidates."""
     return ScoreRequest(request_id=subject.request().request_id, token_ids=tuple(token_ids), start=start)
 
 

@@ -65,11 +65,11 @@ def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
 
 @check("T-11", look_at="send: call .contiguous() before reading the bytes")
 def strided_tensors_arrive_row_major(t: TransportSubject) -> None:
-    """Tensors that are not contiguous arrive row-major, even if they adjoin one another in memory."""
+    """Tensors that are not contiguous arrive row-major, even if they are adjacent in memory."""
     source = torch.arange(24, dtype=torch.float32).reshape(4, 6)
     receivers = t.form()
     _require_arrival(t, receivers, bucket_of(source.t(), source[:, ::2], source[0].expand(3, 6)))
-    stacked = torch.arange(72, dtype=torch.float32).reshape(3, 4, 6)  # as the weights of experts
+    stacked = torch.arange(72, dtype=torch.float32).reshape(3, 4, 6)  # like the weights of experts
     _require_arrival(t, receivers, bucket_of(*(part.t() for part in stacked)))
 
 

@@ -105,7 +105,7 @@ def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool) -> 
     receivers, bucket = t.form(4), bucket_of(torch.ones(_BIG, dtype=torch.float64))
     started = time.monotonic()
     t.transfer(receivers, bucket)
-    # On a busy machine, a rank that reads takes longer too, and a timeout of its own must still suffice for it.
+    # On a busy machine, each rank takes longer to read. A full timeout must still be enough for a single rank.
     timeout_s = max(_WAIT_S, 4 * (time.monotonic() - started))
     t.begin(receivers, bucket)
     sending = t.start_send(bucket, timeout_s)
@@ -125,7 +125,7 @@ def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool) -> 
 @check("T-20", deadline_s=30, look_at="receive: its timeout_s, not the group's")
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before, even
-    if it was begun ahead with a longer one; a bucket that is sent late still arrives."""
+    if receive_ahead() was called with a longer one; a bucket that is sent late still arrives."""
     # The group has a longer timeout than the receive of the bucket that is never sent.
     (receiver,) = t.form()
     late, never = bucket_of(torch.ones(10)), bucket_of(torch.zeros(10), index=1)

@@ -42,7 +42,7 @@ class _Instants:
     def __init__(self, directory: Path, copies: Path) -> None:
         self._directory, self._copies = directory, copies
         self._previous = {it.stat().st_ino for it in (directory / _NAME).rglob("*") if it.is_file()}
-        """The files of the previous checkpoint, which may be removed one by one."""
+        """Inode numbers of the previous checkpoint's files, which a save may remove one by one."""
         self._seen: set[object] = set()
         self._is_copying = False
         self.found: list[Path] = []

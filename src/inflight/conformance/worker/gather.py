@@ -116,8 +116,8 @@ def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
 @check("W-33")
 @look_at("a copy kept from an earlier gather; parameters that a forward before the step left unsharded")
 def every_gather_is_fresh(subject: WorkerSubject) -> None:
-    """After a step, gather_weights() yields the weights of that step, and forward() computes with them, even if the
-    worker called either before the step."""
+    """After a step, gather_weights() yields the weights of that step, and forward() computes with them, even if
+    either was called before the step."""
     _compare_with_forward(subject, tied=False, gather_first=True)
 
 
@@ -131,7 +131,7 @@ def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: b
     if gather_first:
         gathered(worker)
     start_T = _logprobs(worker, batch)
-    # A step whose weights forward() ignores until the next one is noticed only if no other steps move the logprobs too.
+    # After several steps, a forward() that ignores the last one goes unnoticed: the other steps move the logprobs too.
     num_steps = 1 if gather_first else _NUM_STEPS
     for seed in range(num_steps):
         accumulate(worker, [make_batch((14, 8), seed=111 + 10 * seed + subject.data_rank)])

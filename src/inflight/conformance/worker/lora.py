@@ -140,7 +140,7 @@ def a_lora_resumes(subject: WorkerSubject) -> None:
     expected = gathered(steady)
     new = _lora_worker(subject, dropout=_DROPOUT)
     for name, resumed in {"a new worker": new, "the worker that continued": steady}.items():
-        accumulate(resumed, batches[:1])  # the load discards the gradient, and what the forward pass has drawn
+        accumulate(resumed, batches[:1])  # load() must discard the gradient and reset the count of dropout draws
         resumed.load(path)
         changed = differing(saved, gathered(resumed))
         subject.note(**{f"version ({name})": resumed.version, f"differing tensors ({name})": len(changed)})

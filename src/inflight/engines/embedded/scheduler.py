@@ -159,7 +159,7 @@ class SequenceScheduler:
                 self.cancel(request)
 
     def cancel_started(self) -> None:
-        """End every request with at least one started sequence, even one that has finished, as `cancel` does."""
+        """End every request of which at least one sequence has started or even finished, as `cancel` does."""
         running = {sequence.request for sequence in self.running.values()}
         for request in list(self.requests.values()):
             if request in running or any(sequence.token_ids for sequence in request.sequences):
