@@ -136,10 +136,10 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
         return
     reference = ReferenceCheckpoint(make_model_of_text(subject.directory / "text", _LONG_CHARACTERS, _PAIRS))
     endpoint = (await subject.fresh(reference.path)).endpoint
-    ends = []
+    prompt, ends = [token % reference.vocab_size for token in subject.prompt()], []
     for stop, where in ((_LONG_CHARACTERS, "takes three tokens for each character"), (_CUT, "ends within a token")):
         asked = {"max_tokens": 48, "temperature": 0.0, "stop": (stop,)}
-        found = await subject.generate(subject.prompt(), endpoint=endpoint, **asked)
+        found = await subject.generate(prompt, endpoint=endpoint, **asked)
         completing = _completing(reference.tokenizer, stop, found)
         require(completing, f"{len(found.token_ids)} tokens of a model that samples {stop!r} do not contain it")
         _require_ended(found, completing, 48, f"stop string {stop!r}, which {where}")

@@ -86,6 +86,7 @@ async def _require_first_records(
 ) -> None:
     """Require that a completion that an update recomputes reports the experts with which its tokens were sampled."""
     reference, publisher = ReferenceCheckpoint(path), subject.publisher_to(endpoint, can)
+    reference.cast(can.dtype)
     other = reference.perturbed("B")
     paths = {0: path, 1: reference.save(other, subject.directory / "other-experts")}
     prompt = [token % can.vocab_size for token in subject.prompt(9, seed=80)]
