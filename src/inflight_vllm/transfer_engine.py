@@ -76,6 +76,13 @@ def _stage(worker: Any, info: dict[str, Any]) -> dict[str, Any]:
     return engine.status()
 
 
+def _finished() -> Future[None]:
+    """Return the future of work that is done."""
+    work: Future[None] = Future()
+    work.set_result(None)
+    return work
+
+
 def _load(worker: Any) -> None:
     """Load the staged weights in a session of vLLM, which is still open if an earlier load failed in it."""
     with contextlib.suppress(RuntimeError):
@@ -128,10 +135,11 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
         self._num_staged = 0
         self._phase: Phase = "idle"
         self._problem = ""
-        self.work: Future[None] = Future()
+        self.work = _finished()
         """Completed once the latest join or bucket has succeeded or failed."""
         self._lock = threading.RLock()
-        """Held while a call changes what is staged, because calls come from the sampling thread and another one."""
+        """Held while the staged weights change: vLLM's sampling thread and the thread that reads calls both change
+        them."""
         self._reloaded = ReloadedModel(model, self.model_config, device)
         self._base = BaseWeights(self.model_config.model, self.model_config.dtype)
         self._completing: list[str] = []
@@ -323,6 +331,6 @@ class InflightTransferEngine(WeightTransferEngine[JoinInfo, UpdateInfo]):  # typ
     def _drop(self) -> None:
         receiver, self._receiver, self._group = self._receiver, None, None
         self._forget()
-        self._phase, self._problem, self.work = "idle", "", Future()
+        self._phase, self._problem, self.work = "idle", "", _finished()
         if receiver is not None:
             receiver.abort()
