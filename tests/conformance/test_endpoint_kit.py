@@ -26,6 +26,7 @@ from inflight.conformance.endpoint.judged import JudgedEndpoint
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.judge import judge
 from inflight.conformance.kit import Kit
+from inflight.conformance.models import make_tiny_model
 from inflight.conformance.targets import EndpointTarget
 from inflight.conformance.verdicts import CheckOutcome
 from inflight.weights.transports import device_memory
@@ -71,6 +72,30 @@ def one_thread() -> Iterator[None]:
 def kit() -> Iterator[Kit]:
     with Kit(EndpointTarget(factory=EMBEDDED, options=SMALL)) as kit:
         yield kit
+
+
+@pytest.fixture(scope="module")
+def coarse_kit(tmp_path_factory):
+    """A kit for an endpoint in bfloat16 with more tokens than the kit's own models have."""
+    model = make_tiny_model(tmp_path_factory.mktemp("coarse") / "model", vocab_size=9_000)
+    options = {**SMALL, "dtype": "bfloat16"}
+    with Kit(EndpointTarget(factory=EMBEDDED, model=model, options=options)) as kit:
+        yield kit
+
+
+@pytest.mark.parametrize(
+    ("name", "evidence"),
+    [
+        ("E-20", "tokens_of_a_known_text"),
+        ("E-75", "largest logprob difference after images"),
+        ("E-80", "tokens before and after a recompute"),
+        ("U-18", "largest logprob difference, 8192 tokens"),
+    ],
+)
+def test_checks_that_start_another_endpoint_take_its_dtype_and_vocabulary(coarse_kit, name, evidence):
+    verdict = coarse_kit.run(CHECK_OF_ID[name])
+    assert verdict.outcome not in (CheckOutcome.FAILED, CheckOutcome.HUNG), f"{verdict.message}\n{verdict.evidence}"
+    assert evidence in verdict.evidence, "the part with the other endpoint was done, even if the rest was skipped"
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
