@@ -128,6 +128,16 @@ class ReferenceCheckpoint:
             self._perturbed = (label, seed), ReferenceWeights(label, tensors)
         return self._perturbed[1]
 
+    def rounded_again(self, weights: ReferenceWeights, dtype: str) -> ReferenceWeights:
+        """Return float32 weights in which each element is larger or smaller at random, by a typical rounding error of
+        ``dtype``."""
+        step, random = torch.finfo(getattr(torch, dtype)).eps / 4, torch.Generator().manual_seed(1)
+        tensors = {
+            name: tensor.float() * (1 + step * torch.randn(tensor.shape, generator=random).sign())
+            for name, tensor in weights.tensors.items()
+        }
+        return ReferenceWeights(f"{weights.label}, rounded again", tensors)
+
     def save(self, weights: ReferenceWeights, path: Path) -> Path:
         """Write a checkpoint directory with these weights; return ``path``."""
         path.mkdir(parents=True, exist_ok=True)

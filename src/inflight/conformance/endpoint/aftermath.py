@@ -8,10 +8,15 @@ from collections.abc import Sequence
 
 from inflight.conformance.checks import fail, require
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
-from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
+from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, SLOWNESS, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.errors import PoisonedError
 from inflight.wire import Completion, EndpointState, GenerateRequest, GenerateResponse, WeightVersion
+
+_READY_S = 8.0
+"""Time limit for what a check left behind to end, such as the lease of a pause."""
+_IDS = 8
+"""How many of the ids that a check has used are used once more."""
 
 
 async def until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
@@ -126,3 +131,23 @@ async def require_all_whole(running: Running, what: str) -> list[Completion]:
         )
         completions.append(completion)
     return completions
+
+
+async def require_left_usable(subject: EndpointSubject) -> None:
+    """Require that what a check did leaves the endpoint usable: READY and idle, with every id free, and serving.
+
+    If the weights have not been touched, the logprobs of a request must be those of the checkpoint.
+    """
+    when = "after everything that this check did"
+    version = await wait_until_settled(subject, when, _READY_S * SLOWNESS.get())
+    require(version.state is EndpointState.READY, f"{when}, the endpoint is {version.state}")
+    if subject.target.url is None:  # a server at a URL may have other clients
+        await until_running(subject, 0, SLACK_S * SLOWNESS.get(), f"{when}, requests were still being decoded")
+    ids = list(dict.fromkeys(request.request_id for request in subject.asked))
+    requests = [subject.request(max_tokens=2)]
+    requests += [subject.request(max_tokens=1).model_copy(update={"request_id": used}) for used in ids[-_IDS:]]
+    answers = [subject.begin(subject.endpoint.generate(request)) for request in requests]
+    for request, answer in zip(requests, answers, strict=True):
+        completion = (await within(SERVED_S, answer, f"{when}, a request")).completions[0]
+        if not subject.publisher.touched and not subject.pace.is_slow:
+            require_right_logprobs(subject, request, completion, f"a request {when}")

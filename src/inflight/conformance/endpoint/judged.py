@@ -12,6 +12,7 @@ from typing import Any
 
 from inflight.base.tasks import start
 from inflight.conformance.checks import CheckFailed, CheckSkipped, fail
+from inflight.conformance.endpoint.aftermath import require_left_usable
 from inflight.conformance.endpoint.diagnosis import Diagnosis, diagnose, other_parameters
 from inflight.conformance.endpoint.failing import install_failing_engine
 from inflight.conformance.endpoint.opening import open_target
@@ -123,7 +124,10 @@ class JudgedEndpoint(Subject):
 
         The experiments run once, and only the first message states their result in full.
         """
-        others, words = other_parameters(self._subject.asked), "as after the first such failure"
+        others, words = (
+            other_parameters(request.sampling for request in self._subject.asked),
+            "as after the first such failure",
+        )
         if self._diagnosis is None:
             self._diagnosis = Diagnosis("")
             with contextlib.suppress(Exception):  # the endpoint is faulty
@@ -236,6 +240,7 @@ class JudgedEndpoint(Subject):
             subject.publisher.lose_group()
             self._unknown_weights = self._unknown_weights or subject.publisher.touched
         check.result()
+        await require_left_usable(subject)
 
 
 async def _generate(subject: EndpointSubject, prompt: Sequence[int], num_tokens: int) -> None:

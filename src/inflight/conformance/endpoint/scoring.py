@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -294,6 +295,13 @@ def _logprobs(
     return distribution(subject.reference.logits(weights, ids[:start], ids[start:], dtype=dtype))
 
 
+def _rounded(subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest) -> Iterator[torch.Tensor]:
+    """Yield `_logprobs` with activations rounded to the endpoint's dtype, and then with weights rounded once more."""
+    dtype = subject.capabilities.dtype
+    yield _logprobs(subject, weights, request, dtype)
+    yield _logprobs(subject, subject.reference.rounded_again(weights, dtype), request)
+
+
 def _gap(
     subject: EndpointSubject,
     weights: ReferenceWeights,
@@ -307,16 +315,21 @@ def _gap(
 
     The logprobs of scored tokens, likeliest tokens and candidates are compared with ``logprobs_NV``, the reference's
     logprobs under ``weights``. In 16 bits, alternatives are left out, and so are unlikely tokens whose logprobs under
-    these weights are changed too much by rounding alone.
+    these weights are changed too much by rounding alone: by the rounding of activations or, since that may leave a
+    logprob unchanged by chance, by another rounding of the weights.
     """
     part = slice(start, end)
     scored_N = chosen(logprobs_NV, request.token_ids[request.start :])[part]
     found_N = torch.tensor(response.logprobs, dtype=torch.float64)[part]
     if subject.is_coarse:
-        rounded_NV = _logprobs(subject, weights, request, subject.capabilities.dtype)
-        errors_N = chosen(rounded_NV, request.token_ids[request.start :])[part] - scored_N
-        kept_N = ~subject.moved_by_rounding(errors_N, most=1.0 if len(errors_N) < _FEW else _MOVED)
-        return subject.difference(found_N[kept_N].tolist(), scored_N[kept_N]) if bool(kept_N.any()) else 0.0
+        gap, kept_N = math.inf, torch.ones(len(scored_N), dtype=torch.bool)
+        for rounded_NV in _rounded(subject, weights, request):
+            errors_N = chosen(rounded_NV, request.token_ids[request.start :])[part] - scored_N
+            kept_N &= ~subject.moved_by_rounding(errors_N, most=1.0 if len(errors_N) < _FEW else _MOVED)
+            gap = subject.difference(found_N[kept_N].tolist(), scored_N[kept_N]) if bool(kept_N.any()) else 0.0
+            if gap <= subject.tolerance:
+                break
+        return gap
     gaps = [subject.difference(found_N.tolist(), scored_N)]
     rows = zip(logprobs_NV, response.top_token_ids, response.top_logprobs, strict=False)
     gaps += [subject.difference(found, row_V[list(ids)]) for row_V, ids, found in itertools.islice(rows, start, end)]

@@ -70,8 +70,8 @@ class EndpointSubject:
         self.directory = directory
         """Directory for files; it lasts as long as the kit."""
         self.evidence: dict[str, Any] = {}
-        self.asked: list[SamplingParams] = []
-        """Parameters of the requests that `request` returned in this check."""
+        self.asked: list[GenerateRequest] = []
+        """The requests that `request` returned in this check."""
         self._start_deadline_s = start_deadline_s
         self._num_requests = 0
         self._per_check = contextlib.AsyncExitStack()
@@ -218,13 +218,14 @@ class EndpointSubject:
         """Return a request with a new id: by default 8 tokens from seed 7, with ignore_eos."""
         self._num_requests += 1
         settings = self._supported_sampling({"max_tokens": 8, "ignore_eos": True, "seed": 7, **sampling})
-        self.asked.append(SamplingParams(**settings))
-        return GenerateRequest(
+        request = GenerateRequest(
             request_id=f"check-{id(self):x}-{self._num_requests}",
             prompt_token_ids=tuple(self.prompt() if prompt is None else prompt),
-            sampling=self.asked[-1],
+            sampling=SamplingParams(**settings),
             stream=stream,
         )
+        self.asked.append(request)
+        return request
 
     def chat_request(self, **options: Any) -> ChatCompletionRequest:
         """Return a chat request to the reported model: by default 8 tokens from seed 7."""
