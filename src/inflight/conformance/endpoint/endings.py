@@ -29,7 +29,8 @@ _STOP_LENGTHS = (2, 4, 3, 2)
 """Number of tokens in the stop string of each case."""
 _MOST_SEEDS = 40
 """Maximum number of completions that are searched for a place at which to stop."""
-_NEVER = "\x00 never"
+_NEVER, _SHORT = "\x00 never", "~"
+"""Stop strings that never occur."""
 _LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
 """Characters of three bytes each; all the bytes are different."""
 _PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
@@ -138,12 +139,14 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
     endpoint = (await subject.fresh(reference.path)).endpoint
     prompt, ends = [token % reference.vocab_size for token in subject.prompt()], []
     for stop, where in ((_LONG_CHARACTERS, "takes three tokens for each character"), (_CUT, "ends within a token")):
-        asked = {"max_tokens": 48, "temperature": 0.0, "stop": (stop,)}
-        found = await subject.generate(prompt, endpoint=endpoint, **asked)
-        completing = _completing(reference.tokenizer, stop, found)
-        require(completing, f"{len(found.token_ids)} tokens of a model that samples {stop!r} do not contain it")
-        _require_ended(found, completing, 48, f"stop string {stop!r}, which {where}")
-        ends.append(len(found.token_ids))
+        for words in ((stop,), (_SHORT, stop), (stop, _SHORT)):
+            asked = {"max_tokens": 48, "temperature": 0.0, "stop": words}
+            found = await subject.generate(prompt, endpoint=endpoint, **asked)
+            completing = _completing(reference.tokenizer, stop, found)
+            require(completing, f"the model samples {stop!r}, but {len(found.token_ids)} tokens do not contain it")
+            what = f"stop string {stop!r}, which {where}, among {words}"
+            _require_ended(found, completing, 48, what)
+            ends.append(len(found.token_ids))
     subject.note(tokens_of_a_known_text=ends)
 
 

@@ -16,6 +16,7 @@ import torch
 from inflight.base.shortened import shortened
 from inflight.base.tasks import run_together
 from inflight.conformance.checks import check, fail, look_at, require, skip
+from inflight.conformance.endpoint.holding import held_up
 from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import ReferenceWeights, chosen, distribution
@@ -129,7 +130,9 @@ async def scores_during_updates(subject: EndpointSubject) -> None:
     scorers = [subject.begin(score(number)) for number in range(_NUM_SCORERS)]
     for i in range(_NUM_UPDATES):
         num_before = sum(map(len, answers))
-        await chain.publish(kinds[2 * i % len(kinds)], policy)
+        sent = await chain.send(kinds[2 * i % len(kinds)], policy)
+        async with held_up(subject):
+            await chain.commit(sent)
         while sum(map(len, answers)) < num_before + _NUM_SCORERS:
             if failed := [task for task in scorers if task.done()]:
                 failed[0].result()

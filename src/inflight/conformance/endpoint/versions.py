@@ -8,14 +8,14 @@ depend on that norm, so one forward pass of the reference gives every token's lo
 from __future__ import annotations
 
 import asyncio
-import time
+import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import torch
 
-from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, require
 from inflight.conformance.endpoint.forms import assembled, chat_choices, chat_chunks
+from inflight.conformance.endpoint.holding import held_up
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLOWNESS, until, within
 from inflight.conformance.reference import ReferenceWeights, chosen, distribution
@@ -36,8 +36,6 @@ _NUM_TOKENS = 600
 """Number of tokens of each running request: enough for a few updates."""
 _NUM_STREAMS, _NUM_STREAMED_UPDATES, _NUM_CHUNKS = 4, 6, 3
 """Numbers of simultaneous streams, of updates while they run, and of chunks of each stream before the next update."""
-_HELD_UP_S = 0.01
-"""How long the event loop is blocked each time: longer than a step of a small model."""
 _SAMPLED_S = 0.05
 """Time between two updates during which a chat completion is sampled."""
 _NUM_ENDED = 200
@@ -67,10 +65,17 @@ async def publish_next(
     policy: InFlightPolicy | None = None,
     *,
     staged: bool = False,
+    is_held_up: bool = False,
 ) -> None:
-    """Publish the next of A and B, whose logits are each other's negatives, and add its version to ``published``."""
+    """Publish the next of A and B, whose logits are each other's negatives, and add its version to ``published``.
+
+    The endpoint may be `held_up` during the commit.
+    """
     colour = _next_colour(subject)
-    await subject.publisher.publish(colour, in_flight=policy, staged=staged)
+    update = await subject.publisher.request(colour, in_flight=policy, staged=staged)
+    await subject.publisher.send_all(update, colour)
+    async with held_up(subject) if is_held_up else contextlib.nullcontext():
+        await subject.publisher.commit(update)
     published[subject.publisher.version] = colour
 
 
@@ -165,7 +170,7 @@ async def _check_several(subject: EndpointSubject, policy: InFlightPolicy) -> No
         ((request, answer),) = await subject.start_running(1, prompt=prompt, n=num, max_tokens=num_tokens)
         for _ in range(2):
             await asyncio.sleep(_SAMPLED_S * SLOWNESS.get())
-            await publish_next(subject, published, policy)
+            await publish_next(subject, published, policy, is_held_up=True)
         completions = (await within(2 * SERVED_S, answer, f"a request for {num} completions")).completions
         for completion in completions[-_NUM_LATEST:]:
             check_spans(subject, request, completion, published)
@@ -184,7 +189,7 @@ async def _check_chat(subject: EndpointSubject, policy: InFlightPolicy) -> None:
         while not answer.done() and (await subject.endpoint.weight_version()).num_running == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         for _ in range(2):
-            await publish_next(subject, published, policy)
+            await publish_next(subject, published, policy, is_held_up=True)
             await asyncio.sleep(_SAMPLED_S * SLOWNESS.get())
         (completion,) = chat_choices(await answer)
         subject.note(spans_of_a_chat=_short(completion.version_spans))
@@ -286,7 +291,7 @@ async def _check_streams(subject: EndpointSubject, num: int, *, is_chat: bool) -
             pairs = list(zip(streams, reading, seen, strict=True))
             while any(len(it.chunks) < count + _NUM_CHUNKS and not task.done() for it, task, count in pairs):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
-            await _publish_next_held_up(subject, published)
+            await publish_next(subject, published, is_held_up=True)
         await asyncio.gather(*reading)
         ended_early = ""
         for stream in streams:
@@ -299,27 +304,6 @@ async def _check_streams(subject: EndpointSubject, num: int, *, is_chat: bool) -
         if not ended_early:
             return
     fail(f"all tokens of {ended_early} have one version: it had ended before the first update")
-
-
-async def _publish_next_held_up(subject: EndpointSubject, published: dict[int, ReferenceWeights]) -> None:
-    """Publish the next of A and B, and block this process's event loop repeatedly during the commit.
-
-    If the endpoint is in this process, its engine may then sample from the new weights before the endpoint has recorded
-    that they are served. The chunks must name the correct versions even so.
-    """
-
-    async def hold_up() -> None:
-        while True:
-            time.sleep(_HELD_UP_S)  # noqa: ASYNC251 - to block the event loop
-            await asyncio.sleep(0)
-
-    publisher, colour = subject.publisher, _next_colour(subject)
-    update = await publisher.request(colour)
-    await publisher.send_all(update, colour)
-    holding = subject.begin(hold_up())
-    await publisher.commit(update)
-    await cancel_and_wait(holding)
-    published[publisher.version] = colour
 
 
 def _started_stream(subject: EndpointSubject, seed: int) -> _Stream:

@@ -30,6 +30,8 @@ _PATTERNS = {
 }
 """Bit patterns by wire dtype: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the smallest subnormal,
 0.1."""
+_NUM_UPDATES = 6
+"""Number of updates during which received tensors may not change. Some pools reuse memory after a few updates."""
 
 
 @check("T-08", look_at="any conversion or arithmetic between the tensor and the wire: move bytes, not numbers")
@@ -60,7 +62,11 @@ def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
     tensors += [torch.tensor([float(i)]) for i in range(2000)]  # more than one system call can write
     packed = torch.randn(1000)  # a trainer's tensors are often views of one buffer
     tensors += [packed[1:8], packed[100:220].reshape(10, 12), packed[400:900].view(torch.bfloat16), packed[999:]]
-    _require_arrival(t, t.form(), bucket_of(*tensors))
+    receivers = t.form()
+    _require_arrival(t, receivers, bucket_of(*tensors))
+    parts = torch.randn(600).split([50, 100, 150, 300])  # these parts fill one buffer, but are not sent in its order
+    _require_arrival(t, receivers, bucket_of(parts[0], parts[2], parts[1], parts[3], index=1))
+    _require_arrival(t, receivers, bucket_of(*reversed(torch.randn(600).split(100)), index=2))
 
 
 @check("T-11", look_at="send: call .contiguous() before reading the bytes")
@@ -157,7 +163,7 @@ def received_tensors_stay(t: TransportSubject) -> None:
     (receiver,) = t.form()
     sent: list[torch.Tensor] = []
     arrived: list[torch.Tensor] = []
-    for number in range(2):
+    for number in range(_NUM_UPDATES):
         buckets = [bucket_of(torch.full((4096,), 10.0 * number + index), index=index) for index in range(5)]
         t.begin([receiver], *buckets)
         for bucket in buckets:

@@ -24,6 +24,8 @@ from inflight.contracts import WeightReceiver, WeightSender
 from inflight.wire import ProcessGroupSpec
 
 LEVEL = "group"
+_ANOTHER = "127.0.0.2"
+"""Another address of the machine itself; every Linux machine has it."""
 _LATE_S = 1.5
 """Timeout for joining a group that has ended."""
 
@@ -65,7 +67,12 @@ def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
     require(bytes_of(arrived).equal(bytes_of(tensor)), "the first bucket of the new group arrived changed")
 
 
-@check("T-03", "/proc", look_at="the addresses to which the store and the group's own sockets are bound, on either end")
+@check(
+    "T-03",
+    "/proc peer",
+    deadline_s=30,
+    look_at="the addresses to which the store and the group's own sockets are bound, on either end",
+)
 def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
     """An open group listens on the address in its specs and on no broader one; loopback stays loopback."""
     before = listening()
@@ -78,6 +85,13 @@ def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
     require(not wide, f"it listens on every address of the machine: {wide}")
     outside = [address for address, _ in added if not is_loopback(address)]
     require(not outside, f"the group's address is loopback, but it listens on {outside}")
+    t.move_to(_ANOTHER)
+    before = listening()
+    t.form_with_peer()  # a receiver in another process listens on an address of its own
+    added = sorted(listening() - before)
+    t.note(other_address=_ANOTHER, listening_there=[f"{address} port {port}" for address, port in added])
+    others = [address for address, _ in added if address != _ANOTHER]
+    require(not others, f"the group's address is {_ANOTHER}, but its sender listens on {others}")
 
 
 @check("T-04", look_at="join of either end")

@@ -20,7 +20,7 @@ from inflight.wire import BucketSpec, InFlightPolicy, Manifest, TransportSpec, W
 
 RUN_ID = "conformance"
 ADDRESS = "127.0.0.1"
-"""The address at which senders are reached."""
+"""The address at which senders are reached, unless a check needs another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,15 @@ class TransportPair:
         return self.transport.receiver(member.spec, rank=member.rank, device=device)
 
 
-def open_pair(target: TransportTarget, directory: Path | None = None) -> TransportPair:
-    """Return a new pair for a target; the pair's files are in ``directory``.
+def open_pair(target: TransportTarget, directory: Path | None = None, *, address: str = ADDRESS) -> TransportPair:
+    """Return a new pair for a target, whose sender is reached at ``address``; the pair's files are in ``directory``.
 
     Raises `ConfigError` if the target is not a transport that can be checked on this machine.
     """
     transport = resolve(target.factory)(**target.options) if target.options else named_transport(target.factory)
     if not isinstance(transport, Transport):
         raise ConfigError(f"{target.factory} returned a {type(transport).__name__}, not a Transport")
-    sender = transport.sender(address=ADDRESS, directory=directory or Path(tempfile.gettempdir()))
+    sender = transport.sender(address=address, directory=directory or Path(tempfile.gettempdir()))
     if not isinstance(sender, WeightSender):
         raise ConfigError(f"the sender of {target.factory} lacks methods of WeightSender: {type(sender).__name__}")
     if not sender.is_collective:

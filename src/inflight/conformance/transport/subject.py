@@ -99,6 +99,11 @@ class TransportSubject:
         for call in [self.start(end.abort, "abort after the check") for end in ends]:
             call.has_ended(2.0)  # the checks of abort report its failures
 
+    def move_to(self, address: str) -> None:
+        """Abort all ends, and open a new sender that is reached at this address."""
+        self.end()
+        self._pair = open_pair(self._target, self.directory, address=address)
+
     @property
     def sender(self) -> WeightSender:
         return self._pair.sender

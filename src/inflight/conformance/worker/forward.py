@@ -23,6 +23,8 @@ LEVEL = "forward"
 STEEPNESS = 16.0
 """Factor for the logits of one checkpoint. The logits then lie between -150 and 150, so that a cap at 50 or 100 is
 noticeable."""
+_DEPTH = 300.0
+"""How far below 0 all logits of one checkpoint are: the exponential of -104 is 0 in float32."""
 _COLDEST = 0.05
 _OF_SEVERAL_CHUNKS = (290, 330, 240, 310)
 """Lengths of segments that have more than 1,024 targets in total. A head that never holds all logits usually computes
@@ -35,9 +37,11 @@ those of at most 1,024 targets at a time."""
     "logits or logprobs that the model does not have"
 )
 def logprobs_equal_transformers(subject: WorkerSubject) -> None:
-    """forward() gives the logprobs that transformers computes from the same checkpoint, whose logits exceed 100."""
-    # Rounding grows with the logits, which are STEEPNESS times those of the kit's other checkpoints.
-    _compare(subject, make_batch((40,), seed=1), model=subject.steep_model(STEEPNESS), factor=STEEPNESS)
+    """forward() gives the logprobs that transformers computes from the same checkpoint, even if logits exceed 100, or
+    if all of them are far below -100."""
+    # Rounding grows with the logits, which are at least STEEPNESS times those of the kit's other checkpoints.
+    for model in (subject.steep_model(STEEPNESS), subject.low_model(_DEPTH)):
+        _compare(subject, make_batch((40,), seed=1), model=model, factor=STEEPNESS)
 
 
 @check("W-05", look_at="tie_word_embeddings: whether the head is tied again after sharding, wrapping or loading")

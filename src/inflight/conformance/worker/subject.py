@@ -172,15 +172,40 @@ class WorkerSubject:
 
     def steep_model(self, steepness: float) -> Path:
         """Return the kit's untied checkpoint with logits multiplied by this factor, which rank 0 creates once."""
+
+        def change(weights: dict[str, torch.Tensor]) -> None:
+            weights["model.norm.weight"] *= steepness
+
+        return self._changed_model("steep", change)
+
+    def low_model(self, depth: float) -> Path:
+        """Return an untied checkpoint whose logits are all far below 0, by about ``depth``, which rank 0 creates
+        once."""
+
+        def change(weights: dict[str, torch.Tensor]) -> None:
+            # Channel 0 has the same value for every token, which outweighs all others in the final norm.
+            for name, tensor in weights.items():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    tensor[0] = 0.0
+            weights["model.embed_tokens.weight"][:, 0] = 20.0
+            weights["model.norm.weight"][0] = 1.0
+            head = weights["lm_head.weight"]
+            head *= 4.0
+            head[:, 0] = -depth / head.shape[1] ** 0.5
+
+        return self._changed_model("low", change)
+
+    def _changed_model(self, name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+        """Return the kit's untied checkpoint after a change to its weights, which rank 0 creates once."""
         source = self.model()
 
         def make(path: Path) -> None:
             shutil.copytree(source, path)
             weights = load_file(source / "model.safetensors")
-            weights["model.norm.weight"] *= steepness
+            change(weights)
             save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
-        return self._made_once("steep", make)
+        return self._made_once(name, make)
 
     def seeing_model(self) -> Path:
         """Return the kit's checkpoint of a model that accepts images, which rank 0 creates once."""
