@@ -1,4 +1,4 @@
-"""The kit on transports: gloo conforms, and every check catches the faults made for it."""
+"""The kit on transports: gloo and the stores conform, and every check catches the faults made for it."""
 
 from __future__ import annotations
 
@@ -58,6 +58,17 @@ def test_gloo_conforms_even_where_it_insists_on_begin(check: Check, faulty: Kit,
     verdict = faulty.run(check)
     assert verdict.outcome is CheckOutcome.PASSED, verdict.message + verdict.stacks
     assert verdict.evidence
+
+
+@pytest.mark.parametrize(
+    "store", ["shm", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("file", "http"))]
+)
+def test_stores_conform_in_what_does_not_need_ranks_that_meet(store: str) -> None:
+    with Kit(TransportTarget(factory=store)) as kit:
+        verdicts = {check.id: kit.run(check) for check in CHECKS}
+    assert not [it.message for it in verdicts.values() if it.outcome not in (CheckOutcome.PASSED, CheckOutcome.SKIPPED)]
+    skipped = {id for id, it in verdicts.items() if it.outcome is CheckOutcome.SKIPPED}
+    assert skipped == {check.id for check in CHECKS if {"collective", "process-group"} & set(check.needs)}
 
 
 @pytest.mark.exhaustive
@@ -145,7 +156,7 @@ def test_a_store_is_refused_as_such_however_many_gpus_there_are(monkeypatch: pyt
     monkeypatch.setattr(device_memory, "CudaMemory", HostMemory)
     for num_gpus in (0, 1, 2):
         monkeypatch.setattr(torch.cuda, "device_count", lambda num_gpus=num_gpus: num_gpus)
-        with pytest.raises(ConfigError, match="the ipc transport stores what it sends"):
+        with pytest.raises(ConfigError, match="the ipc transport stores what it sends in GPU memory"):
             open_pair(TransportTarget(factory="ipc"))
 
 

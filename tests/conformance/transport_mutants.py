@@ -1,4 +1,4 @@
-"""Gloo with one fault at a time: for every check of transports at least one that it must catch.
+"""Gloo or a store with one fault at a time: for every check of transports at least one that it must catch.
 
 A fault changes methods of the sender or of every receiver of a new pair; which one is selected by name, or by a file
 that contains the name, so that one session of the kit can check many.
@@ -6,10 +6,12 @@ that contains the name, so that one session of the kit can check many.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from inflight.contracts import WeightReceiver, WeightSender
+from inflight.contracts import Transport, WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack
-from inflight.weights.transports.installed import ProcessGroupTransport
+from inflight.weights.transports import named_transport
+from inflight.weights.transports.bucket_records import BucketRecord, write_record
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
 
 Fault = Callable[[Any], None]
@@ -37,22 +40,35 @@ class Mutant:
     receiver: Fault = lambda receiver: None
     both: Callable[[], tuple[Fault, Fault]] | None = None
     """Makes the faults of both ends, which share state."""
+    transport: str = "gloo"
 
 
-class Spoiled(ProcessGroupTransport):
-    """Gloo with one fault."""
+class Spoiled(Transport):
+    """A transport with one fault."""
 
     def __init__(self, fault: Mutant) -> None:
-        super().__init__("gloo")
+        self._right = named_transport(fault.transport)
         self._spoil_sender, self._spoil_receiver = fault.both() if fault.both else (fault.sender, fault.receiver)
 
+    @property
+    def name(self) -> str:
+        return self._right.name
+
+    @property
+    def spec_type(self) -> type[TransportSpec]:
+        return self._right.spec_type
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self._right.needs_gpu
+
     def sender(self, **options: Any) -> WeightSender:
-        made = super().sender(**options)
+        made = self._right.sender(**options)
         self._spoil_sender(made)
         return made
 
     def receiver(self, spec: TransportSpec, **options: Any) -> WeightReceiver:
-        made = super().receiver(spec, **options)
+        made = self._right.receiver(spec, **options)
         self._spoil_receiver(made)
         return made
 
@@ -525,6 +541,78 @@ def recycles_at_the_next_update(receiver: Any) -> None:
     receiver.begin, receiver.receive = begun, spoiled
 
 
+def recycles_after_two_updates(receiver: Any) -> None:
+    """Tensors of an update are overwritten when the second update after it begins."""
+    begin, receive = receiver.begin, receiver.receive
+    updates: list[list[torch.Tensor]] = [[], []]
+
+    def begun(ref: UpdateRef) -> None:
+        begin(ref)
+        for tensor in updates.pop(0):
+            tensor.zero_()
+        updates.append([])
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        arrived: list[torch.Tensor] = receive(specs, timeout_s)
+        updates[-1] += arrived
+        return arrived
+
+    receiver.begin, receiver.receive = begun, spoiled
+
+
+def parts_of_a_buffer_in_its_order(sender: Any) -> None:
+    """Tensors that together fill one buffer are sent as that buffer."""
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        tensors = bucket.tensors
+        inside = sorted(tensors, key=lambda tensor: tensor.data_ptr())
+        ends = [tensor.data_ptr() + tensor.nbytes for tensor in inside]
+        if len(tensors) > 1 and [tensor.data_ptr() for tensor in inside[1:]] == ends[:-1]:
+            flat = torch.cat([tensor.reshape(-1) for tensor in inside]).split([tensor.numel() for tensor in tensors])
+            tensors = tuple(part.reshape(tensor.shape) for part, tensor in zip(flat, tensors, strict=True))
+        send(WeightBucket(bucket.index, bucket.specs, tensors), timeout_s)
+
+    sender.send = spoiled
+
+
+def binds_to_loopbacks_first_address(sender: Any) -> None:
+    join = sender.join
+
+    def spoiled() -> None:
+        sender._address = "127.0.0.1"
+        join()
+
+    sender.join = spoiled
+
+
+def records_before_it_writes(sender: Any) -> None:
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        arena, size_bytes = sender._arena, sum(tensor.nbytes for tensor in bucket.tensors)
+        record = {"arena": arena.path.name, "offset": arena.used_bytes, "size_bytes": size_bytes}
+        write_record(sender._home.path, BucketRecord(ref=sender._update.ref, index=bucket.index, **record))
+        time.sleep(0.1)
+        send(bucket, timeout_s)
+
+    sender.send = spoiled
+
+
+def locks_for_itself_alone(receiver: Any) -> None:
+    map_memory = receiver._memory.map_memory
+
+    def spoiled(fd: int, *others: Any) -> torch.Tensor:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return map_memory(fd, *others)
+
+    receiver._memory.map_memory = spoiled
+
+
+def keeps_mappings(receiver: Any) -> None:
+    receiver._memory.forget_mappings = lambda: None
+
+
 def sends_bucket_50_from_the_old_buffer(sender: Any) -> None:
     send, earlier = sender.send, []
 
@@ -707,6 +795,11 @@ MUTANTS = {
         "T-02", "the group's name is a constant", respecified(lambda i, spec: {"group_name": "weights"})
     ),
     "listens everywhere": Mutant("T-03", "a socket is bound to 0.0.0.0", listens_everywhere),
+    "listens where it did before": Mutant(
+        "T-03",
+        "the sender's sockets are bound to the machine's first loopback address",
+        binds_to_loopbacks_first_address,
+    ),
     "no group of two": Mutant("T-04", "a group with only one receiver is refused", receiver=knows_no_group_of_two),
     "ranks in order": Mutant("T-05", "ranks must join in ascending order", both=wants_ranks_in_order),
     "joins when it receives": Mutant(
@@ -727,6 +820,12 @@ MUTANTS = {
     ),
     "equal shapes exchanged": Mutant("T-10", "two tensors of equal shape are exchanged", receiver=received(exchanged)),
     "by name": Mutant("T-10", "tensors of equal shape are sorted by name", receiver=received(by_name)),
+    "parts of a buffer in its order": Mutant(
+        "T-10", "tensors that fill one buffer are sent in the order of their memory", parts_of_a_buffer_in_its_order
+    ),
+    "recorded before it is written": Mutant(
+        "T-10", "shm: the record of a bucket appears before its bytes", records_before_it_writes, transport="shm"
+    ),
     "only 1024 tensors": Mutant(
         "T-10", "tensors after the first 1,024 of a bucket arrive as zeros", receiver=received(only_1024)
     ),
@@ -750,12 +849,18 @@ MUTANTS = {
     "first rank of an endpoint": Mutant(
         "T-14", "only the first rank of an endpoint receives the bytes", both=only_the_first_rank_of_an_endpoint
     ),
+    "one reader at a time": Mutant(
+        "T-14", "shm: a receiver's lock excludes other receivers", receiver=locks_for_itself_alone, transport="shm"
+    ),
     "hands tensors over": Mutant("T-15", "sender and receiver share memory", both=hands_the_tensors_over),
     "recycles at once": Mutant(
         "T-16", "a bucket reuses the memory of the previous one", receiver=received(where_the_last_one_lay)
     ),
     "recycles at the next update": Mutant(
         "T-16", "`begin` reclaims memory that is still in use", receiver=recycles_at_the_next_update
+    ),
+    "recycles after two updates": Mutant(
+        "T-16", "memory is reused once two more updates have begun", receiver=recycles_after_two_updates
     ),
     "packs an index once": Mutant(
         "T-16", "a packed bucket is reused for buckets with the same index in later updates", packs_an_index_once
@@ -868,6 +973,9 @@ MUTANTS = {
     ),
     "aborts once": Mutant("T-34", "the second abort raises", receiver=aborts_once),
     "leaves a listener": Mutant("T-35", "a socket is never closed", leaves_a_listener),
+    "keeps mappings": Mutant(
+        "T-35", "shm: a receiver that was aborted keeps its mappings", receiver=keeps_mappings, transport="shm"
+    ),
     "keeps the old group": Mutant("T-35", "`specs` leaves the previous group open", keeps_the_old_group),
     "leaves a descriptor": Mutant(
         "T-35",

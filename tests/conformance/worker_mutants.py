@@ -241,6 +241,17 @@ class ProbabilitiesShifted(FsdpWorker):
             return super().forward(batch)
 
 
+class LargestLogitFromZero(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        def logprobs(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+            divided = logits / temperature
+            largest = divided.amax(-1, keepdim=True).clamp(min=0.0)
+            return divided - largest - (divided - largest).exp().sum(-1, keepdim=True).log()
+
+        with logprobs_by(logprobs):
+            return super().forward(batch)
+
+
 class TemperatureBounded(FsdpWorker):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         return super().forward(replace(batch, temperature_T=batch.temperature_T.clamp(0.1, 2.0)))
@@ -1834,6 +1845,9 @@ MUTANTS = {
     "logits_soft_capped": Mutant(LogitsSoftCapped, "W-04", "logits are soft-capped at 100"),
     "logprobs_bounded": Mutant(LogprobsBounded, "W-04", "no logprob is below -80"),
     "probabilities_shifted": Mutant(ProbabilitiesShifted, "W-04", "1e-10 is added to probabilities"),
+    "largest_logit_from_zero": Mutant(
+        LargestLogitFromZero, "W-04", "the maximum that is subtracted from logits is at least 0"
+    ),
     "temperature_bounded": Mutant(TemperatureBounded, "W-06", "temperatures are at least 0.1 and at most 2"),
     "shift_by_one": Mutant(ShiftedByOne, "W-07", "index t holds the logprob of token t + 1"),
     "mask_ignored": Mutant(MaskIgnored, "W-08", "every token has a logprob"),

@@ -378,6 +378,12 @@ MUTANTS = (
         searching(lambda s, decode: decode(s.token_ids[-(max(map(len, s.request.sampling.stop)) + 4) :])),
     ),
     Mutant(
+        "window of the first stop string",
+        "E-20",
+        "Only as many of the latest tokens are searched as the first stop string can have, and four more.",
+        searching(lambda s, decode: decode(s.token_ids[-(len(s.request.sampling.stop[0].encode()) + 4) :])),
+    ),
+    Mutant(
         "four stop strings",
         "E-20",
         "Stop strings after the fourth are ignored.",

@@ -252,6 +252,7 @@ MUTANTS = (
         base_lost_by_release,
     ),
     Mutant("rank-stabilised scale ignored", "U-30", "Every LoRA has the scale alpha / rank.", plain_scale),
+    Mutant("scale of a LoRA without its flag", "U-64", "The scale of a LoRA ignores its field rslora.", plain_scale),
     Mutant(
         "pages lost by a release",
         "E-66",

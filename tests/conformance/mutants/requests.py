@@ -282,7 +282,57 @@ def cancelled_by_id(endpoint: EmbeddedEndpoint, cancel: Any, request: Any) -> No
     cancel(endpoint._engine.scheduler.requests.get(request.request_id, request))
 
 
+def keeping_ids_of_stopped(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Keep the id of each request that a stop string has ended in use."""
+    generate, used = endpoint.generate, set[str]()
+
+    async def faulty(request: GenerateRequest) -> Any:
+        if request.request_id in used:
+            raise InvalidRequestError(f"a request with id {request.request_id!r} is running already")
+        response = await generate(request)
+        if request.sampling.stop and response.completions[0].finish_reason == "stop":
+            used.add(request.request_id)
+        return response
+
+    endpoint.generate = faulty
+    return endpoint
+
+
+def spoiled_by_refused_scores(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """After a score request was refused, requests are answered with logprobs of 0."""
+    generate, score, refused = endpoint.generate, endpoint.score, []
+
+    async def spoiled(request: ScoreRequest) -> Any:
+        try:
+            return await score(request)
+        except InvalidRequestError:
+            refused.append(request)
+            raise
+
+    async def faulty(request: GenerateRequest) -> Any:
+        response = await generate(request)
+        if not refused:
+            return response
+        zeros = [c.model_copy(update={"logprobs": (0.0,) * len(c.logprobs)}) for c in response.completions]
+        return response.model_copy(update={"completions": tuple(zeros)})
+
+    endpoint.generate, endpoint.score = faulty, spoiled
+    return endpoint
+
+
 MUTANTS = (
+    Mutant(
+        "ids of stopped requests kept",
+        "E-20",
+        "The id of a request that a stop string has ended stays in use.",
+        keeping_ids_of_stopped,
+    ),
+    Mutant(
+        "logprobs lost after refused scores",
+        "E-85",
+        "After a score request was refused, logprobs are 0.",
+        spoiled_by_refused_scores,
+    ),
     Mutant(
         "seeds without their signs",
         "E-17",

@@ -102,6 +102,14 @@ async def identifies_sessions_by_version(endpoint: EmbeddedEndpoint, own: Any, r
     return await own(update.ref)
 
 
+@replaces("_updates._session.is_served")
+def tells_commits_apart_by_version(endpoint: EmbeddedEndpoint, own: Any, ref: UpdateRef) -> bool:
+    served = endpoint._updates._session._served
+    if ref.session_id and (ref.run_id, ref.version) == (served.run_id, served.version):
+        return own(served)
+    return own(ref)
+
+
 @replaces("_updates._session.fence")
 def any_incarnation(endpoint: EmbeddedEndpoint, _: Any, run_id: str, incarnation: int) -> None:
     endpoint._updates._session._owner, endpoint._updates._session._incarnation = run_id, incarnation
@@ -191,6 +199,12 @@ MUTANTS = (
         "E-48",
         "A session may be requested again after eight others have ended.",
         remembering(8),
+    ),
+    Mutant(
+        "commits told apart by version",
+        "E-48",
+        "A late commit of an aborted session succeeds once another session has committed the same version.",
+        tells_commits_apart_by_version,
     ),
     Mutant(
         "refused calls renew",

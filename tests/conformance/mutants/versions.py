@@ -158,4 +158,11 @@ MUTANTS = (
         "A chunk names the version that the endpoint reports when the chunk is made.",
         labelled_by_the_session,
     ),
+    Mutant(
+        "chunks of a server labelled by the session",
+        "U-24",
+        "A chunk names the version that the server reports when the chunk is made.",
+        labelled_by_the_session,
+        over_http=True,
+    ),
 )

@@ -14,8 +14,8 @@ from inflight.wire import LoraSpec
 LEVEL = "weights"
 SPEC = LoraSpec(rank=3, alpha=4.0)
 """Rank and alpha of the LoRAs that checks publish. Their quotient is not an integer."""
-_LOWER = LoraSpec(rank=1, alpha=1.5)
-"""Rank and alpha of a LoRA that replaces one of a higher rank."""
+_LOWER, _RANK_STABILIZED = LoraSpec(rank=1, alpha=1.5), LoraSpec(rank=3, alpha=3.0, rslora=True)
+"""The settings of LoRAs that replace one of a higher rank, and one whose scale is alpha / rank."""
 _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
 """Suffixes of the names of the layers that the two LoRAs of a check change."""
 
@@ -31,10 +31,13 @@ async def loras(subject: EndpointSubject) -> None:
     publisher, reference = subject.publisher, subject.reference
     base = reference.perturbed("B")  # the weights of the last update, not those of the checkpoint
     await publisher.publish(base, keep=True)
-    for ends, seed, spec in ((_FIRST, 1, SPEC), (_SECOND, 2, SPEC), (_SECOND, 4, _LOWER)):
+    for ends, seed, spec in (
+        *((_FIRST, 1, SPEC), (_SECOND, 2, SPEC), (_SECOND, 4, _LOWER)),
+        (_FIRST, 5, _RANK_STABILIZED),
+    ):
         lora = make_lora(base, seed, ends, spec)
         await publisher.publish(lora, lora=spec)
-        await subject.require_serves(merge_lora(base, lora, spec), f"after {lora.label} with rank {spec.rank}")
+        await subject.require_serves(merge_lora(base, lora, spec), f"after {lora.label} with {spec}")
     whole = reference.with_final_norm(0.5, "A with its final norm halved")  # larger logits round more
     await publisher.publish(whole, keep=True)
     await subject.require_serves(whole, "after an update of all weights that follows a LoRA")

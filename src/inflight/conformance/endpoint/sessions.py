@@ -116,6 +116,8 @@ async def late_calls(subject: EndpointSubject) -> None:
         (answer.version, answer.session_id) == (second.version, "second"),
         f"the commit of session 'second' reports version {answer.version} and session {answer.session_id!r}",
     )
+    for call, what in _calls(subject, first):
+        await subject.require_refused(call(), f"{what} of an aborted session, whose version another one has committed,")
     await subject.require_serves(other, "after the second attempt")
     await publisher.publish(subject.reference.weights, session_id="third")
     for call, what in _calls(subject, second):

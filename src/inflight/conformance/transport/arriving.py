@@ -46,9 +46,8 @@ def scalars_and_empty_tensors_keep_their_shape(t: TransportSubject) -> None:
     """Scalars and tensors without elements arrive with their shapes, even in a bucket that has no elements at all."""
     receivers = t.form()
     nothing, something = [(0,), (2, 0, 4)], [(), (0,), (3,), (2, 0, 4), (1, 1)]
-    for index, shapes in enumerate((something, nothing, something)):
-        bucket = bucket_of(*(torch.full(shape, 2.5 + index) for shape in shapes), index=index)
-        _require_arrival(t, receivers, bucket)
+    for number, shapes in enumerate((something, nothing, something)):
+        _require_arrival(t, receivers, bucket_of(*(torch.full(shape, 2.5 + number) for shape in shapes)))
 
 
 @check("T-10", look_at="receive: views of a buffer must be aligned, but the bytes on the wire are not; storage offsets")
@@ -65,8 +64,8 @@ def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
     receivers = t.form()
     _require_arrival(t, receivers, bucket_of(*tensors))
     parts = torch.randn(600).split([50, 100, 150, 300])  # these parts fill one buffer, but are not sent in its order
-    _require_arrival(t, receivers, bucket_of(parts[0], parts[2], parts[1], parts[3], index=1))
-    _require_arrival(t, receivers, bucket_of(*reversed(torch.randn(600).split(100)), index=2))
+    _require_arrival(t, receivers, bucket_of(parts[0], parts[2], parts[1], parts[3]))
+    _require_arrival(t, receivers, bucket_of(*reversed(torch.randn(600).split(100))))
 
 
 @check("T-11", look_at="send: call .contiguous() before reading the bytes")
@@ -84,10 +83,10 @@ def buckets_of_any_size_arrive_whole(t: TransportSubject) -> None:
     """A bucket of any size from one byte to 64 MB arrives complete, even if its bytes are encoded."""
     (receiver,) = t.form()
     wrong, seconds = {}, 0.0
-    for index, size_bytes in enumerate(_SIZES):
+    for size_bytes in _SIZES:
         data = torch.arange(size_bytes // 8 + 1, dtype=torch.int64).mul_(0x9E3779B97F4A7C15 - (1 << 64))
         tensor = data.view(torch.uint8)[:size_bytes]
-        bucket = bucket_of(tensor if size_bytes % 2 else tensor.view(torch.bfloat16), index=index)
+        bucket = bucket_of(tensor if size_bytes % 2 else tensor.view(torch.bfloat16))
         started = time.monotonic()
         ((arrived,),) = t.transfer([receiver], bucket)
         seconds = time.monotonic() - started
@@ -123,8 +122,8 @@ def every_receiver_gets_every_byte(t: TransportSubject) -> None:
     for num_ranks in ([1, 1, 1], [1, 2]):
         receivers = t.form_endpoints(num_ranks)
         wrong = [0, 0, 0]
-        for index in range(3):
-            bucket = bucket_of(tensor := torch.randn(10_007), index=index)
+        for _ in range(3):
+            bucket = bucket_of(tensor := torch.randn(10_007))
             for i, (arrived,) in enumerate(t.transfer(receivers, bucket)):
                 wrong[i] += _num_wrong(arrived, tensor)
         t.note(**{f"wrong_bytes_per_receiver_with_{len(num_ranks)}_endpoints": wrong})

@@ -49,7 +49,9 @@ def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
     require(all(spec.timeout_s == 2.0 for spec in specs), "the specs must carry the timeout of 2 s")
 
 
-@check("T-02", look_at="specs of the sender: what identifies a group, and what remains of the one before it")
+@check(
+    "T-02", "collective", look_at="specs of the sender: what identifies a group, and what remains of the one before it"
+)
 def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
     """Each call of specs opens a new group, which no rank of an earlier group can join; torch groups get a new name."""
     (first,), (second,) = t.members([1], _LATE_S), t.members([1])
@@ -126,7 +128,11 @@ def three_receivers_join_in_any_order(t: TransportSubject) -> None:
     t.note(num_orders=12, slowest_join_seconds=slowest_s)
 
 
-@check("T-06", "3-receivers", look_at="join of either end: some transports connect only at their first operation")
+@check(
+    "T-06",
+    "collective 3-receivers",
+    look_at="join of either end: some transports connect only at their first operation",
+)
 def a_join_waits_for_every_rank(t: TransportSubject) -> None:
     """join blocks until every rank has joined."""
     receivers = [t.receiver(member) for member in t.members([1, 1, 1])]

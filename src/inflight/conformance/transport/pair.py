@@ -66,10 +66,10 @@ def open_pair(target: TransportTarget, directory: Path | None = None, *, address
     sender = transport.sender(address=address, directory=directory or Path(tempfile.gettempdir()))
     if not isinstance(sender, WeightSender):
         raise ConfigError(f"the sender of {target.factory} lacks methods of WeightSender: {type(sender).__name__}")
-    if not sender.is_collective:
+    if transport.needs_gpu and not sender.is_collective:
         raise ConfigError(
-            f"the {transport.name} transport stores what it sends, but the checks are for transports whose buckets are "
-            "received while they are sent; `inflight check endpoint` publishes over the stores that a server supports"
+            f"the {transport.name} transport stores what it sends in GPU memory, which the checks do not read; "
+            "`inflight check endpoint` publishes over the stores that a server supports"
         )
     num_devices = torch.cuda.device_count()
     if transport.needs_gpu and num_devices < 2:

@@ -55,13 +55,16 @@ class TransportSubject:
     def missing(self, needs: tuple[str, ...]) -> str | None:
         """Return why a check with these needs cannot be run; None if it can.
 
-        The needs are ``N-receivers``, ``/proc``, ``peer`` (an end in a process of its own, which `prepare` starts), and
-        ``process-group`` (ranks meet in a torch process group).
+        The needs are ``N-receivers``, ``/proc``, ``peer`` (an end in a process of its own, which `prepare` starts),
+        ``collective`` (joins wait for all ranks, and buckets are received while they are sent), and ``process-group``
+        (ranks meet in a torch process group).
         """
         self._needs_peer = "peer" in needs
         for need in needs:
             if need == "/proc" and not can_list_sockets():
                 return "this system does not list in /proc the sockets of a process"
+            if need == "collective" and not self.sender.is_collective:
+                return f"{self._pair.transport.name} stores what it sends, so its ranks do not wait for one another"
             if need == "process-group" and not issubclass(self._pair.transport.spec_type, ProcessGroupSpec):
                 return f"the ranks of {self._pair.transport.name} do not meet in a torch process group"
             most = self._pair.max_receivers

@@ -109,6 +109,10 @@ class ArenaMemory(Protocol):
         Raises `OSError`, `RuntimeError`, `ValueError` or `TransferError`.
         """
 
+    def forget_mappings(self) -> None:
+        """Drop mappings that are kept only to be used again. Tensors in mapped memory stay valid."""
+        return
+
 
 class ArenaSender(WeightSender, SendsFromDevice, ReservesMemory):
     """The sender of trainer rank 0. ``directory`` replaces /dev/shm."""
@@ -324,6 +328,7 @@ class ArenaReceiver(StoredReceiver):
     def abort(self) -> None:
         super().abort()
         self._mapped = None
+        self._memory.forget_mappings()
 
     def _receive_bytes(self, ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
         record = await_record(self._directory, ref, index, size_bytes, attempt)

@@ -26,8 +26,8 @@ _POPULATE_WRITE = 23
 class FileMemory(ArenaMemory):
     """Memory of this host, in files.
 
-    A receiver keeps its mappings of the two most recent arenas, because mapping an arena again takes as long as reading
-    it.
+    Until it is aborted, a receiver keeps its mappings of the two most recent arenas, because mapping an arena again
+    takes as long as reading it.
     """
 
     device = torch.device("cpu")
@@ -53,8 +53,8 @@ class FileMemory(ArenaMemory):
 
         Accidental writes by a receiver stay private to that receiver, and the checksums of later updates detect them.
         """
-        inode = os.fstat(fd).st_ino
-        mapping = self._mappings.pop(inode, None)
+        inode, kept = os.fstat(fd).st_ino, self._mappings
+        mapping = kept.pop(inode, None)
         if mapping is None:
             # A mapping keeps its file open. Opening it again ensures that the mapping does not keep the lock of ``fd``.
             again = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -62,10 +62,13 @@ class FileMemory(ArenaMemory):
                 mapping = mmap.mmap(again, size_bytes, access=mmap.ACCESS_COPY)
             finally:
                 os.close(again)
-        self._mappings[inode] = mapping
-        for unused in [*self._mappings][:-NUM_ARENAS]:
-            del self._mappings[unused]
+        kept[inode] = mapping
+        for unused in [*kept][:-NUM_ARENAS]:
+            del kept[unused]
         return torch.frombuffer(mapping, dtype=torch.uint8)
+
+    def forget_mappings(self) -> None:
+        self._mappings = {}  # not cleared: another thread may be using the dictionary
 
 
 class _File(SenderMemory):
