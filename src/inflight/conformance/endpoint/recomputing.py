@@ -98,10 +98,10 @@ async def _recomputed_under_the_same_version(subject: EndpointSubject) -> None:
         if any(continued):
             break
         await another.publish(subject.reference.weights, version=version)
-    for (request, completion), has_continued in zip(answers, continued, strict=True):
+    for i, ((request, completion), has_continued) in enumerate(zip(answers, continued, strict=True)):
         if has_continued:
             gap = subject.gap(other, request, completion, start=len(completion.token_ids) - 1)
-            words = f"after an update with the version that is served already, {_off(0, gap)}"
+            words = f"after an update with the version that was already served, {_off(i, gap)}"
             require(gap <= subject.tolerance, words)
     subject.note(**{"running while the served version was published again": sum(continued)})
 

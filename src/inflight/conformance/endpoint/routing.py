@@ -101,6 +101,7 @@ async def _require_first_records(
         await publisher.publish(reference.weights)
         paths = {publisher.version: path, publisher.version + 1: paths[max(paths)]}
     else:
+        subject.note(recomputed="not checked: no update arrived while a completion was sampled")
         return
     ids = (*request.prompt_token_ids, *completion.token_ids)[:-1]
     old_TLK, new_TLK = (_chosen(paths[span.version], can.dtype, ids) for span in completion.version_spans)

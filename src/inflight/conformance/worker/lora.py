@@ -116,8 +116,8 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
 
 @check("W-50", deadline_s=30)
 @look_at(
-    "whether A, B and their moments are saved and read, and what counts the draws of dropout; `adapter/` must contain "
-    "them under PEFT's names, with a `lora_alpha` that PEFT divides by the rank"
+    "whether A, B and their moments are saved and read, and whether load resets the count of dropout draws; `adapter/` "
+    "must contain A and B under PEFT's names, with a `lora_alpha` that PEFT divides by the rank"
 )
 def a_lora_resumes(subject: WorkerSubject) -> None:
     """A worker that trains a LoRA resumes from its checkpoint: the LoRA is restored bit for bit, and later steps are
