@@ -23,6 +23,8 @@ from inflight.wire import ImageUrl, SamplingParams, VersionSpan
 _NUM_FACTORS = 1 << 18
 """How many random factors are drawn to perturb a tensor. A larger tensor reuses them, because drawing factors takes
 longer than any other part of an update of a real model."""
+_FEWEST_SHARED = 16
+"""Number of tokens at the beginning of a sequence from which on their keys and values are used again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +52,11 @@ class ReferenceCheckpoint:
         self._stored_names = stored_names(self._model)
         self._loaded: dict[str, ReferenceWeights] = {}
         """The weights that each of these models contains, by dtype; missing where they are not known."""
+        self._computed: dict[str, tuple[ReferenceWeights | None, tuple[int, ...], Any]] = {}
+        """The last sequence of tokens by dtype: the weights, the tokens, and their keys and values."""
+        layer_types = getattr(self.config.get_text_config(), "layer_types", None) or ()
+        self._reuses_prefixes = set(layer_types) <= {"full_attention"}
+        """Whether keys and values of a prefix can be cut off from those of a longer sequence."""
         self._perturbed: tuple[tuple[str, int], ReferenceWeights] | None = None
         """The arguments and the result of the last call of `perturbed`."""
         self.images = load_image_processor(path)
@@ -163,9 +170,11 @@ class ReferenceCheckpoint:
         only that many tokens, including itself.
         """
         model = self._model_of(weights, dtype)
+        num = len(completion)
+        if self._reuses_prefixes and not images and window is None and num:
+            return self._continued(weights, dtype, (*prompt, *completion)[:-1], num)
         ids = torch.tensor([[*prompt, *completion]])
         tensors = self.images.tensors(images) if self.images is not None and images else {}
-        num = len(completion)
         if window is not None:
             distance = torch.arange(ids.shape[1] - 1)[:, None] - torch.arange(ids.shape[1] - 1)
             tensors["attention_mask"] = ((distance >= 0) & (distance < window))[None, None]
@@ -173,6 +182,28 @@ class ReferenceCheckpoint:
             input_ids=ids[:, :-1], use_cache=False, logits_to_keep=max(1, num), **tensors
         ).logits[0]
         return logits_TV[len(logits_TV) - num :].float()
+
+    def _continued(self, weights: ReferenceWeights, dtype: str, ids: Sequence[int], num: int) -> torch.Tensor:
+        """Return float32 [T, V]: the logits after each of the last ``num`` tokens.
+
+        What the previous call computed with the same weights for the beginning of these tokens is used again: checks
+        often compare several completions of one prompt.
+        """
+        known_weights, known_ids, cache = self._computed.pop(dtype, (None, (), None))
+        shared = 0
+        if known_weights is weights and cache is not None:
+            most = min(len(known_ids), len(ids) - num)
+            shared = next((i for i in range(most) if ids[i] != known_ids[i]), most)
+        if shared < _FEWEST_SHARED:
+            shared, cache = 0, None
+        elif shared < len(known_ids):
+            cache.crop(shared - len(known_ids))
+        output = self._models[dtype](
+            input_ids=torch.tensor([ids[shared:]]), past_key_values=cache, use_cache=True, logits_to_keep=num
+        )
+        self._computed[dtype] = weights, tuple(ids), output.past_key_values
+        logits_TV: torch.Tensor = output.logits[0].float()
+        return logits_TV
 
     @torch.inference_mode()
     def mixed_logits(

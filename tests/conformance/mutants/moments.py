@@ -86,6 +86,24 @@ def staged_abort_pauses(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def recompute_lost_after_abort(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """The first update after an abort recomputes nothing."""
+    abort, scheduler, aborted = endpoint.abort_requests, endpoint._engine.scheduler, []
+    recompute = scheduler.recompute_running
+
+    async def faulty(requests: Any) -> None:
+        await abort(requests)
+        aborted.append(requests)
+
+    def lost() -> None:
+        if not aborted:
+            recompute()
+        aborted.clear()
+
+    endpoint.abort_requests, scheduler.recompute_running = faulty, lost
+    return endpoint
+
+
 def replaced_commit_answered(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     own = endpoint.commit_weight_update
     done: set[UpdateRef] = set()
@@ -356,6 +374,12 @@ MUTANTS = (
         "E-47",
         "A repeated request for an update does not wait for the drain that has begun.",
         repeated_request_at_once,
+    ),
+    Mutant(
+        "recompute lost after an abort",
+        "U-75",
+        "The first update after an abort recomputes nothing.",
+        recompute_lost_after_abort,
     ),
     Mutant(
         "commit of a replaced session answered",

@@ -385,7 +385,7 @@ async def _until_sampling(clients: Sequence[InferenceEndpoint], running: Sequenc
     await asyncio.sleep(0.02)  # some tokens are sampled, so that the update happens during completions
 
 
-def _recomputed_logits(
+def recomputed_logits(
     reference: ReferenceCheckpoint,
     published: Mapping[int, ReferenceWeights],
     spans: Sequence[VersionSpan],
@@ -424,7 +424,7 @@ def _require_as_the_policy_says(
         if policy is InFlightPolicy.KEEP:
             logits_TV = partial(reference.kept_logits, published, spans, prompt, ids)
         else:
-            logits_TV = partial(_recomputed_logits, reference, published, spans, prompt, ids)
+            logits_TV = partial(recomputed_logits, reference, published, spans, prompt, ids)
         gap = subject.gap_to(logits_TV, request, completion)
         largest = max(largest, gap)
         if gap <= subject.tolerance:

@@ -16,6 +16,7 @@ from inflight.conformance.endpoint import (
     images,
     loras,
     messages,
+    mixed,
     parity,
     partials,
     pauses,
@@ -54,6 +55,7 @@ _CHECKS = checks_in(
         caches,
         sharing,
         recomputing,
+        mixed,
     ),
     *(partials, faults, messages, processes, races, http, parity),
 )

@@ -132,7 +132,8 @@ class UpdateChain:
             fields["frozen"] = tuple(name for name in weights.tensors if name not in changed)
             sent = ReferenceWeights(weights.label, changed)
         if kind.lora is None:
-            weights = base = ReferenceWeights(weights.label, {**weights.tensors, **_decoded(sent, kind).tensors})
+            # Tensors that are not sent keep their values, even if an earlier update has rounded them.
+            weights = base = ReferenceWeights(weights.label, {**self.base.tensors, **_decoded(sent, kind).tensors})
         if kind.encoding == "delta":
             assert self._kept is not None
             fields["base"], delta_base = self._kept

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -148,7 +148,7 @@ async def scores_during_updates(subject: EndpointSubject) -> None:
                 newest = span.version
                 if span.version not in published:
                     fail(f"a span names version {span.version}, which was never published")
-            _require_spans(subject, published, request, response)
+            require_scores_of_spans(subject, published, request, response)
     subject.note(scored=sum(map(len, answers)), versions=len(published))
 
 
@@ -202,6 +202,13 @@ async def require_right_scores(subject: EndpointSubject, token_ids: Sequence[int
     _require_scores(subject, subject.reference.weights, request, response, what)
 
 
+async def score_the_end(subject: EndpointSubject, token_ids: Sequence[int]) -> tuple[ScoreRequest, ScoreResponse]:
+    """Return a score request for the last tokens of a sequence, and its answer."""
+    request = _request(subject, token_ids, max(1, len(token_ids) - _FEW_SCORED))
+    (response,) = await _scored(subject, [request])
+    return request, response
+
+
 def plain_request(subject: EndpointSubject, token_ids: Sequence[int], start: int) -> ScoreRequest:
     """Return a score request without alternatives or candidates."""
     return ScoreRequest(request_id=subject.request().request_id, token_ids=tuple(token_ids), start=start)
@@ -252,12 +259,13 @@ async def _scored(subject: EndpointSubject, requests: Sequence[ScoreRequest]) ->
     return responses
 
 
-def _require_spans(
+def require_scores_of_spans(
     subject: EndpointSubject,
-    published: dict[int, ReferenceWeights],
+    published: Mapping[int, ReferenceWeights],
     request: ScoreRequest,
     response: ScoreResponse,
 ) -> None:
+    """Require that tokens are scored by the weights of the versions that the answer names."""
     for span in response.version_spans:
         weights = published[span.version]
         logprobs_NV = _logprobs(subject, weights, request)
