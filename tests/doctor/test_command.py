@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from inflight.cli import main
+from inflight.contracts import WorkerKind
 from inflight.weights.send.publisher import WeightPublisher, publish_weights
-from tests.gates import wait_until
+from tests.gates import BrakedServer, Gate, wait_until
 from tests.models import make_model
 from tests.servers import TOKEN, ServerProcess
 from tests.weights.workers import PlainWorker, checkpoint, logprobs, weight_version
@@ -21,6 +24,29 @@ from tests.zygote import python
 
 pytestmark = pytest.mark.timeout(300)
 FEW = ("--prompts", "4", "--tokens", "24")
+ROOT = Path(__file__).parents[2]
+
+
+class GatedKind(WorkerKind):
+    """Workers of FSDP2; whoever makes one with other weights than the checkpoint's comes to the gate at ``gate``."""
+
+    def create(self, settings: Mapping[str, object]) -> Any:
+        from inflight_fsdp import create_worker
+
+        others = dict(settings)
+        gate = Gate(Path(str(others.pop("gate"))))
+        if "parity" in Path(str(settings["model_path"])).parts:
+            gate.pass_through()
+        return create_worker(others)
+
+
+GATED = GatedKind()
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
 def test_the_report_names_the_cause_the_place_the_evidence_and_what_mends_it(
@@ -46,7 +72,8 @@ def test_a_server_gets_its_weights_back_and_a_healthy_one_is_not_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("INFLIGHT_TOKEN", TOKEN)
-    server = start_server(model_dir)
+    # Completions that run while weights change last for five seconds, or for half of the context.
+    server = start_server(model_dir, "--max-model-len", "384")
     before = logprobs(server)
     assert main(["doctor", server.url, "--model", str(model_dir), "--worker", "fsdp", *FEW]) == 0
     assert "No cause of drift was found: the pair is healthy." in capsys.readouterr().out
@@ -56,19 +83,32 @@ def test_a_server_gets_its_weights_back_and_a_healthy_one_is_not_blamed(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_server_gets_its_weights_back_when_the_examination_is_interrupted(
-    model_dir: Path, tmp_path: Path, start_server: Callable[..., ServerProcess], number: signal.Signals
+    model_dir: Path, tmp_path: Path, stack: contextlib.ExitStack, number: signal.Signals
 ) -> None:
-    server, progress = start_server(model_dir), tmp_path / "progress"
+    """The doctor waits before its first change of weights; then each token takes the server a tenth of a second."""
+    server, progress, gate = (
+        BrakedServer(model_dir, tmp_path / "server"),
+        tmp_path / "progress",
+        Gate(tmp_path / "gate"),
+    )
+    gate.close()
+    stack.callback(server.kill)
+    server.wait_until_ready()
     before = logprobs(server)
     with progress.open("wb") as log:
-        command = [python(), "-m", "inflight", "doctor", server.url, "--model", str(model_dir)]
+        command = [python(), "-m", "inflight", "doctor", server.url, "--model", str(model_dir), *FEW]
+        command += ["--worker", "tests.doctor.test_command:GATED", "--worker-option", f"gate={gate.path}"]
         doctor = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=log, env={**os.environ, "INFLIGHT_TOKEN": TOKEN}
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=log, env={**os.environ, "INFLIGHT_TOKEN": TOKEN}
         )
+    gate.wait_for_somebody()
+    server.brake.put_on()
+    gate.open()
     wait_until(lambda: "an update of every tensor" in progress.read_text(), "no update of every tensor")
     wait_until(lambda: logprobs(server) != pytest.approx(before, abs=1e-3), "the server's weights do not change")
     doctor.send_signal(number)
     assert doctor.wait(timeout=90) == 128 + number
+    server.brake.release()
     assert weight_version(server).state == "ready"
     assert logprobs(server) == pytest.approx(before, abs=1e-5)
 
