@@ -6,7 +6,7 @@ import json
 import signal
 import socket
 import subprocess
-import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -26,6 +26,7 @@ from inflight.wire import (
 )
 from tests.gates import BrakedServer, wait_until
 from tests.servers import TOKEN, ServerProcess
+from tests.zygote import python
 
 WAIT_S = 60.0
 CONTROL_ROUTES = [route for route in ROUTES if route.control]
@@ -243,12 +244,13 @@ asyncio.run(main())
 """
 
 
-def test_ctrl_c_in_a_client_ends_its_streamed_chat_on_the_server(braked_server: BrakedServer) -> None:
+def test_ctrl_c_in_a_client_ends_its_streamed_chat_on_the_server(braked_server: BrakedServer, tmp_path: Path) -> None:
+    (tmp_path / "client.py").write_text(CHAT_CLIENT)
     with (
         httpx.Client(base_url=braked_server.url, timeout=WAIT_S, trust_env=False) as client,
         braked_server.brake,  # nothing else ends it
         subprocess.Popen(
-            [sys.executable, "-c", CHAT_CLIENT, braked_server.url],
+            [python(), str(tmp_path / "client.py"), braked_server.url],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

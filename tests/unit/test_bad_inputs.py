@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from inflight.cli import TRACEBACK_VARIABLE, main
+from tests.zygote import python
 
 MINIMAL = '[run]\ndirectory = "runs/x"\n[model]\npath = "models/x"\n[task]\nname = "spell_backward"\n'
 CONFIGURATIONS = {
@@ -84,7 +84,7 @@ def test_damaged_events_are_reported_in_one_line(
 
 def test_an_error_that_no_code_expects_says_where_it_was_raised_and_how_to_see_more(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_bytes(LINES["wrong types"])
-    command = [sys.executable, "-m", "inflight", "report", str(tmp_path)]
+    command = [python(), "-m", "inflight", "report", str(tmp_path)]
     short = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert short.stderr.startswith("inflight: unexpected TypeError: ")
     assert ".py, line " in short.stderr

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from inflight.model.checkpoint_specs import tensor_specs_of
 from inflight.model.checkpoints import check_weights
 from inflight.model.untrusted import TRUST_VARIABLE
 from tests.models import TRAINED_FAMILIES, make_model
+from tests.zygote import python
 
 NORM = "model.norm.weight"
 
@@ -171,8 +171,9 @@ print("ran:", Path(sys.argv[2]).exists())
 os.environ[{TRUST_VARIABLE!r}] = "1"
 load_config(Path(sys.argv[1]))
 """
+    (tmp_path / "program.py").write_text(code)
     ended = subprocess.run(
-        [sys.executable, "-c", code, str(path), str(tmp_path / "ran")],
+        [python(), str(tmp_path / "program.py"), str(path), str(tmp_path / "ran")],
         input="y\n" * 9,
         text=True,
         capture_output=True,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from inflight.observe.watch.serving import create_app, follow_runs
 from tests.gates import SOON_S, wait_until
 from tests.watch.recorded import OTHER, WrittenRun, browser
 from tests.watch.test_model import a_run, folded
+from tests.zygote import python
 
 TOKEN = "secret"
 HOSTILE = '<img src=x onerror="window.hurt=1"><script>window.hurt=1</script>'
@@ -34,7 +34,7 @@ def client(*directories: Path) -> TestClient:
 @contextlib.contextmanager
 def watched(*directories: Path) -> Iterator[str]:
     """Yield the address of a real ``inflight watch``."""
-    command = [sys.executable, "-m", "inflight", "watch", *map(str, directories), "--port", "0", "--exit-with-stdin"]
+    command = [python(), "-m", "inflight", "watch", *map(str, directories), "--port", "0", "--exit-with-stdin"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -128,7 +128,7 @@ def test_numbers_that_json_lacks_are_null(tmp_path: Path) -> None:
 
 
 def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "inflight", "watch", str(tmp_path / "none"), "--port", "0"]
+    command = [python(), "-m", "inflight", "watch", str(tmp_path / "none"), "--port", "0"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 1
     assert "there is no run directory" in answer.stderr
