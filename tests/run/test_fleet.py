@@ -367,6 +367,7 @@ def test_a_run_whose_only_attached_server_comes_back_goes_on(
     assert back["restored"] == [server.url]
 
 
+@pytest.mark.exhaustive  # one that waits for a server and then ends is in the next test
 def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:
@@ -395,6 +396,8 @@ def test_a_server_that_comes_back_with_another_model_is_named_with_it_when_the_r
     assert f"no inference server is left ({server.url}: " in end
     assert "now serves" in end
     assert "with 300 tokens" in end
+    assert "Traceback" not in run.output()
+    assert (run.directory / "summary.json").exists()
 
 
 async def publish(trainers: TrainerGroup, urls: Sequence[str]) -> PublishResult:

@@ -133,7 +133,7 @@ def test_a_reward_that_holds_the_interpreter_is_late_and_ends_the_run(start_run:
 
 
 def test_prompts_with_lone_surrogates_are_dropped_and_the_run_goes_on(start_run: Callable[..., RunProcess]) -> None:
-    run = start_run("a lone surrogate")
+    run = start_run("a lone surrogate", "--run.num_steps", "2")
     assert run.wait() == 0, run.output()
     assert run.summary()["ledger"]["dropped"]["unusable"] > 0
     dropped = run.events("item_dropped")
@@ -141,6 +141,6 @@ def test_prompts_with_lone_surrogates_are_dropped_and_the_run_goes_on(start_run:
 
 
 def test_a_run_ends_although_its_task_has_left_a_thread(start_run: Callable[..., RunProcess]) -> None:
-    run = start_run("a thread that never ends")
+    run = start_run("a thread that never ends", "--run.num_steps", "1")
     assert run.wait() == 0, run.output()
     assert "these threads have not ended and are abandoned: left-by-the-task" in run.output()

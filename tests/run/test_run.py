@@ -425,7 +425,7 @@ def test_full_disk_ends_the_run_with_what_could_not_be_written(start_run: Callab
 @pytest.mark.parametrize("policy", first_of_each(["recompute", "drain", "abort"], lambda _: "any"))
 def test_every_in_flight_policy_trains(start_run: Callable[..., RunProcess], policy: str) -> None:
     # So much may be outstanding that no server is ever idle: requests run whenever an update comes.
-    settings = ("--sampling.max_tokens", "200", "--rollouts.max_lag", "1000")
+    settings = ("--sampling.max_tokens", "100", "--rollouts.max_lag", "1000")
     run = start_run("--updates.in_flight", policy, "--run.num_steps", "4", *settings)
     assert run.wait() == 0, run.output()
     rows, summary = run.rows(), run.summary()
@@ -677,7 +677,8 @@ def test_a_run_over_repeated_prompts_accepts_drafts_from_its_own_history(start_r
     assert run.summary()["failure"] is None
 
 
-@pytest.mark.parametrize("reward_processes", [0, 1])
+# Rewards of the run's own process are in all other tests, and its curricula in test_curriculum.py.
+@pytest.mark.parametrize("reward_processes", first_of_each([1, 0], lambda _: "any"))
 def test_the_level_of_a_curriculum_follows_the_rewards_across_a_restart(
     start_run: Callable[..., RunProcess], reward_processes: int
 ) -> None:
