@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,6 @@ from inflight.run.sampling.completions import Completions
 from inflight.run.sampling.scoring import ScoringPool
 from inflight.wire import Completion, SamplingParams, VersionSpan
 from tests.run.runs import ROOT, RunProcess
-from tests.selection import first_of_each
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forks")]
 
@@ -35,10 +35,13 @@ SAMPLED = Completion(
 @pytest.fixture
 def start_run(start_run: Callable[..., RunProcess]) -> Callable[..., RunProcess]:
     def start(how: str, *overrides: str, **settings: Any) -> RunProcess:
-        task = ("--task.name", "tests.run.tasks:hostile", "--task.params", f'{{ how = "{how}" }}')
-        return start_run(*task, *overrides, **settings)
+        return start_run(*task(how), *overrides, **settings)
 
     return start
+
+
+def task(how: str) -> tuple[str, ...]:
+    return ("--task.name", "tests.run.tasks:hostile", "--task.params", f'{{ how = "{how}" }}')
 
 
 RAISED = {
@@ -105,24 +108,27 @@ def test_no_error_of_user_code_in_a_thread_stops_what_waits_for_it(error: type[B
 
 
 @pytest.mark.parametrize(
-    ("how", "number"),
-    first_of_each(
-        [
-            ("item holds the lock", signal.SIGINT),
-            ("item blocks", signal.SIGTERM),
-            ("reward holds the lock", signal.SIGTERM),
-        ],
-        lambda case: case[0].split()[0],
-    ),
+    "cases",
+    [
+        {"item holds the lock": signal.SIGINT, "reward holds the lock": signal.SIGTERM},
+        pytest.param({"item blocks": signal.SIGTERM}, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda cases: ", ".join(cases),
 )
 def test_a_run_whose_task_blocks_says_so_and_obeys_a_signal(
-    start_run: Callable[..., RunProcess], how: str, number: signal.Signals
+    tmp_path: Path, model_dir: Path, cases: dict[str, signal.Signals]
 ) -> None:
-    run = start_run(how)
-    waits = "the task has been working on item" if how.startswith("item") else "of them wait for rewards"
-    run.wait_for_output(waits)
-    run.process.send_signal(number)
-    assert run.wait(30) == 130
+    """Runs side by side: each says so only after ten seconds."""
+    with contextlib.ExitStack() as stack:
+        runs = {how: RunProcess(tmp_path / how, model_dir, *task(how)) for how in cases}
+        for run in runs.values():
+            stack.callback(run.kill)
+        for how, number in cases.items():
+            waits = "the task has been working on item" if how.startswith("item") else "of them wait for rewards"
+            runs[how].wait_for_output(waits)
+            runs[how].process.send_signal(number)
+        for run in runs.values():
+            assert run.wait(30) == 130
 
 
 def test_a_reward_that_holds_the_interpreter_is_late_and_ends_the_run(start_run: Callable[..., RunProcess]) -> None:

@@ -620,7 +620,7 @@ def killed_and_resumed(
 
 def test_a_window_of_which_groups_are_dropped_does_not_hold_the_run_back(start_run: Callable[..., RunProcess]) -> None:
     run = start_run(
-        *("--rollouts.staleness", "windowed_fifo", "--rollouts.max_lag", "1", "--run.num_steps", "10"),
+        *("--rollouts.staleness", "windowed_fifo", "--rollouts.max_lag", "1", "--run.num_steps", "6"),
         *("--task.name", "tests.run.tasks:teaches_half_the_time", "--run.step_timeout_s", "120"),
     )
     assert run.wait() == 0, run.output()
