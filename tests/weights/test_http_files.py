@@ -93,6 +93,7 @@ def test_a_connection_that_is_cut_is_resumed_where_it_was(
     spec: HttpFileSpec, small_parts: None, monkeypatch: pytest.MonkeyPatch, cuts: list[int]
 ) -> None:
     monkeypatch.setattr(ranges, "_NUM_CONNECTIONS", 1)  # of several, one may have ended before its cut
+    monkeypatch.setattr(ranges, "_LAST_BACKOFF_S", 0.02)
     proxy = CuttingProxy(int(spec.url.rpartition(":")[2]), cuts)
     receiver = HttpFileReceiver(spec.model_copy(update={"url": proxy.url}))
     assert_same(receive(receiver, UPDATE, BUCKETS), BUCKETS)
