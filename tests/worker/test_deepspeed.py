@@ -156,8 +156,11 @@ def test_settings_that_deepspeed_does_not_have_are_refused(options: dict[str, An
         parse_config({"model_path": "model", **options}, DeepSpeedConfig)
 
 
-def test_without_deepspeed_the_error_says_how_to_install_it(tmp_path: Path) -> None:
+def test_without_deepspeed_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from inflight_fsdp.deepspeed import create_worker
 
+    # A worker sets them, where they are unset, before it imports DeepSpeed; later tests must not find them.
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     with pytest.raises(ConfigError, match=r"needs deepspeed .*No module named 'deepspeed'.*docs/trainers.md"):
         create_worker({"model_path": str(tmp_path), "device": "cpu"})
