@@ -37,10 +37,11 @@ def finished(forks: None, model_dir: Path, tmp_path_factory: pytest.TempPathFact
         "--run.mode",
         "conventional",
         "--run.num_steps",
-        "8",
+        "4",
         "--servers.count",
         "2",
     )
+    words += ("--train.tokens_per_worker", "1200")  # few large steps: servers wait between steps
     words += ("--train.learning_rate", "1e-30", "--sampling.temperature", str(TEMPERATURE))
     run = RunProcess(tmp_path_factory.mktemp("doctor"), model_dir, *words)
     assert run.wait() == 0, run.output()
@@ -92,7 +93,7 @@ def test_what_is_read_is_what_was_recorded(finished: Path) -> None:
     assert (records.num_stale, records.num_unusable, records.settings.dtype) == (0, 0, "float32")
     assert records.settings.mode == "conventional"
     assert {*seen.temperature_N.tolist()} == {TEMPERATURE}
-    assert {*seen.version_N.tolist()} == {*range(8)} == {*records.settings.learning_rates}
+    assert {*seen.version_N.tolist()} == {*range(4)} == {*records.settings.learning_rates}
     assert {seen.endpoints[i] for i in seen.endpoint_N} == {it.endpoint for step in steps for it in step.groups}
     first, trained = steps[0].samples[0], steps[0].trainer_logprobs
     assert trained is not None
@@ -223,10 +224,10 @@ def test_the_exit_status_for_damaged_records_is_2(copied: Path, capsys: pytest.C
         return capsys.readouterr().err
 
     record = copied / "record"
-    (record / "step-000008.safetensors").unlink()
-    assert "it ends at version 7, but the run ended at version 8" in refusal(copied)
+    (record / "step-000004.safetensors").unlink()
+    assert "it ends at version 3, but the run ended at version 4" in refusal(copied)
     (record / "manifest.json").unlink()
-    assert "is damaged: it has 7 recorded steps but no manifest.json" in refusal(copied)
+    assert "is damaged: it has 3 recorded steps but no manifest.json" in refusal(copied)
     assert "is damaged" in refusal(record)
     shutil.rmtree(record)
     for damaged in ('{"updates": {"in_flight": "later"}}', '{"run": 3}', "[]"):
