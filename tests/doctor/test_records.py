@@ -22,6 +22,7 @@ from inflight.observe.trace.steps import RecordedStep
 from inflight.types import Group, Rollout, Sample, Turn
 from inflight.wire import VersionSpan
 from tests.run.runs import RunProcess
+from tests.sharing import made_once
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -43,9 +44,12 @@ def finished(forks: None, model_dir: Path, tmp_path_factory: pytest.TempPathFact
     )
     words += ("--train.tokens_per_worker", "1200")  # few large steps: servers wait between steps
     words += ("--train.learning_rate", "1e-30", "--sampling.temperature", str(TEMPERATURE))
-    run = RunProcess(tmp_path_factory.mktemp("doctor"), model_dir, *words)
-    assert run.wait() == 0, run.output()
-    return run.directory
+
+    def make(directory: Path) -> None:
+        run = RunProcess(directory, model_dir, *words)
+        assert run.wait() == 0, run.output()
+
+    return made_once(tmp_path_factory, "recorded-run", make) / "run"
 
 
 @pytest.fixture

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.sharing import made_once
 from tests.unit.test_imports import PUBLIC_NAMES
 from tests.watch.recorded import browser
 
@@ -36,18 +35,11 @@ def build(*words: str, docs: Path | None = None) -> subprocess.CompletedProcess[
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, which one worker of xdist builds for all of them."""
-    own = tmp_path_factory.getbasetemp()
-    directory = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "site"
-    with directory.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not directory.exists():
-            building = directory.with_suffix(".building")
-            shutil.rmtree(building, ignore_errors=True)  # of a worker whose build failed
-            built = build("--site-dir", str(building))
-            assert built.returncode == 0, built.stderr
-            building.rename(directory)
-    return directory
+    def make(directory: Path) -> None:
+        built = build("--site-dir", str(directory))
+        assert built.returncode == 0, built.stderr
+
+    return made_once(tmp_path_factory, "site", make)
 
 
 class Quiet(SimpleHTTPRequestHandler):
