@@ -227,13 +227,13 @@ def _range_of(parameter: Any, zero: Any) -> tuple[slice, _ZeroPart] | None:
 def _import_deepspeed(device: torch.device) -> Any:
     """Import DeepSpeed and prepare it for the ranks of torch's default group. Raises `ConfigError` if it is missing."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", "0")  # in a group of one
     try:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
         from deepspeed.utils import groups
     except ImportError as error:
         raise ConfigError(f"the DeepSpeed worker needs deepspeed ({error}): see docs/trainers.md") from error
+    os.environ.setdefault("LOCAL_RANK", "0")  # in a group of one
     if (kind := get_accelerator().device_name()) != device.type:
         raise ConfigError(f"DeepSpeed was imported for {kind}: set DS_ACCELERATOR={device.type} for this device")
     # On a CPU it starts by compiling an all-reduce for inference, which training does not use. A killed build leaves

@@ -11,16 +11,19 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from inflight.errors import CheckpointError, TrainerError, UnreachableError, WorkerDiedError
+from inflight.launchers.launcher import ProcessEnd
 from inflight.losses import decode_metrics, metric_values
 from inflight.run.config import RunConfig, RunSection, load_config
 from inflight.run.ranks.channel import encode
 from inflight.run.ranks.group import TrainerGroup
+from inflight.run.ranks.handshake import Meeting
 from inflight.run.ranks.messages import Members, Train, Trained, tensors_of
 from inflight.run.ranks.rank import blames_another_rank, collectives_backend
 from tests.run import failing_workers
@@ -48,6 +51,26 @@ def test_ranks_train_together_however_weights_travel(
 )
 def test_collectives_of_ranks_are_chosen_by_their_device(device: str, backend: str) -> None:
     assert collectives_backend(device) == backend
+
+
+def test_a_rank_that_has_not_connected_to_its_run_is_ended_by_a_signal(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_meeting = Meeting.open
+
+    async def open_and_close(*arguments: Any, **named: Any) -> Meeting:
+        meeting = await open_meeting(*arguments, **named)
+        meeting.close()
+        return meeting
+
+    async def stopped() -> list[ProcessEnd | None]:
+        group = TrainerGroup(Ranks(tmp_path, model_dir).config(), tmp_path, "token", print)
+        await group.spawn()
+        await group.stop()
+        return [rank.process.ended for rank in group.ranks]
+
+    monkeypatch.setattr(Meeting, "open", open_and_close)
+    assert [ended and ended.status for ended in asyncio.run(stopped())] == [-signal.SIGTERM]
 
 
 # ------------------------------------------------------------------------------------------------ ranks that fail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,8 @@ def test_settings_that_deepspeed_does_not_have_are_refused(options: dict[str, An
 def test_without_deepspeed_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from inflight_fsdp.deepspeed import create_worker
 
-    # A worker sets them, where they are unset, before it imports DeepSpeed; later tests must not find them.
-    monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(ConfigError, match=r"needs deepspeed .*No module named 'deepspeed'.*docs/trainers.md"):
         create_worker({"model_path": str(tmp_path), "device": "cpu"})
+    assert "LOCAL_RANK" not in os.environ  # with which other trainers would take this process for one of a group

@@ -244,14 +244,11 @@ class _Traffic:
         early = [token for token in ids[:-1] if token in ends]
         require(not early, f"{words} continued after token {early[:1]}")
         if ids and ids[-1] in ends:
-            due = ("stop",)
-        elif len(ids) == sampling.max_tokens:
-            due = ("length",)
+            due = "stop"
         else:
-            due = ("abort",) if answer.was_aborted else ()
-        require(
-            reason in due, f"{words} has {len(ids)} tokens, of which the last is {ids[-1:]}, and ended with {reason!r}"
-        )
+            due = "length" if len(ids) == sampling.max_tokens else "abort"
+        is_due = reason == due and (due != "abort" or answer.was_aborted)
+        require(is_due, f"{words} has {len(ids)} tokens, the last of them {ids[-1:]}, and ended with {reason!r}")
         num_spanned = completion.version_spans[-1].end if completion.version_spans else 0
         require(
             len(completion.logprobs) == len(ids) == num_spanned,

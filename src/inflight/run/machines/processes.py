@@ -141,6 +141,15 @@ class Rank(Process):
             self._channel = await result_unless(self.meeting.channel(self.rank), self.process.wait(), lambda: early)
         return self._channel
 
+    async def stop(self) -> None:
+        """Stop the rank like any process, but with a signal if it has not connected to the run yet.
+
+        Until then, it neither watches its input nor notices that the run has ended.
+        """
+        if self._channel is None:
+            self.process.send_signal(signal.SIGTERM)
+        await Process.stop(self)
+
     async def rendezvous(self) -> str:
         """Return the address that this rank reports for the other ranks to connect to; empty for a single rank."""
         said = await (await self.channel()).receive()
