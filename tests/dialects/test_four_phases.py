@@ -38,7 +38,7 @@ def verdicts(client: Client, model: Path, directory: Path, *checks: str) -> dict
     return {it["id"]: f"{it['outcome']} {it['message']}".strip() for it in found["verdicts"]}
 
 
-CHECKS = ("E-10", "E-36", "U-03", "U-20", "U-22", "U-26", "U-31", "U-32", "U-37")
+CHECKS = ("E-10", "E-36", "U-03", "U-20", "U-22", "U-26", "U-31", "U-32", "U-37", "U-53")
 """At least one of each policy, of caches, and of an update that fails; the exhaustive test has all checks."""
 
 

@@ -84,6 +84,21 @@ def make_tiny_model(
     return path
 
 
+def lower_logits(weights: dict[str, torch.Tensor], depth: float) -> None:
+    """Change the weights of an untied model so that all logits are far below 0, by about ``depth``.
+
+    Channel 0 of the residual stream then has the same value for every token, which outweighs all others in the final
+    norm.
+    """
+    for name, tensor in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name] = torch.cat([torch.zeros_like(tensor[:1]), tensor[1:]])
+    embedding, norm = weights["model.embed_tokens.weight"].clone(), weights["model.norm.weight"].clone()
+    head = 4.0 * weights["lm_head.weight"]
+    embedding[:, 0], norm[0], head[:, 0] = 20.0, 1.0, -depth / head.shape[1] ** 0.5
+    weights |= {"model.embed_tokens.weight": embedding, "model.norm.weight": norm, "lm_head.weight": head}
+
+
 def make_model_of_text(path: Path, text: str, pairs: Sequence[str]) -> Path:
     """Write a checkpoint whose model samples the bytes of ``text``, followed by ``pairs``, over and over again; return
     ``path``.

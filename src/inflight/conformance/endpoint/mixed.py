@@ -243,10 +243,8 @@ class _Traffic:
         words = f"a completion of {sampling.max_tokens} tokens at most, with the stop tokens {sorted(ends)},"
         early = [token for token in ids[:-1] if token in ends]
         require(not early, f"{words} continued after token {early[:1]}")
-        if ids and ids[-1] in ends:
-            due = "stop"
-        else:
-            due = "length" if len(ids) == sampling.max_tokens else "abort"
+        is_stopped, is_long = bool(ids) and ids[-1] in ends, len(ids) == sampling.max_tokens
+        due = "stop" if is_stopped else "length" if is_long else "abort"
         is_due = reason == due and (due != "abort" or answer.was_aborted)
         require(is_due, f"{words} has {len(ids)} tokens, the last of them {ids[-1:]}, and ended with {reason!r}")
         num_spanned = completion.version_spans[-1].end if completion.version_spans else 0

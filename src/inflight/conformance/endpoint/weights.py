@@ -13,7 +13,7 @@ from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.publishing import SteppedPublisher, specs_of
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.models import make_tiny_model
+from inflight.conformance.models import lower_logits, make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.wire import EndpointState, TensorSpec
@@ -24,6 +24,8 @@ _FEWEST_SOAK_UPDATES, _SOAK_S = 20, 30.0
 """The soak ends early once at least this many updates have been made and this many seconds have passed."""
 _LARGE = 250.0
 """Logits that the largest checkpoints reach and that float32 cannot exponentiate."""
+_DEPTH = 300.0
+"""How far below 0 all logits are under one set of weights."""
 _LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
 _REFUSE = "whether request_weight_update compares names, shapes and dtypes with the model before anything is paused"
 
@@ -153,6 +155,12 @@ async def large_logits(subject: EndpointSubject) -> None:
         sharp = _with_sharp_attention(reference)
         await subject.publisher.publish(sharp)
         await subject.require_serves(sharp, "with larger scores of attention")
+        if not reference.is_tied:
+            tensors = dict(reference.weights.tensors)
+            lower_logits(tensors, _DEPTH)
+            low = ReferenceWeights(f"A with logits of about -{_DEPTH:g}", tensors)
+            await subject.publisher.publish(low)
+            await subject.require_serves(low, "with logits far below 0")
 
 
 def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from inflight.base.worker_kinds import load_worker_kind
 from inflight.conformance.checks import CheckSkipped, require, skip
 from inflight.conformance.judge import Hung
-from inflight.conformance.models import Family, make_seeing_model, make_tiny_model
+from inflight.conformance.models import Family, lower_logits, make_seeing_model, make_tiny_model
 from inflight.conformance.targets import WorkerTarget
 from inflight.conformance.worker.ranks import Ranks
 from inflight.conformance.worker.thread import CheckThread
@@ -182,18 +183,7 @@ class WorkerSubject:
         """Return an untied checkpoint whose logits are all far below 0, by about ``depth``, which rank 0 creates
         once."""
 
-        def change(weights: dict[str, torch.Tensor]) -> None:
-            # Channel 0 has the same value for every token, which outweighs all others in the final norm.
-            for name, tensor in weights.items():
-                if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    tensor[0] = 0.0
-            weights["model.embed_tokens.weight"][:, 0] = 20.0
-            weights["model.norm.weight"][0] = 1.0
-            head = weights["lm_head.weight"]
-            head *= 4.0
-            head[:, 0] = -depth / head.shape[1] ** 0.5
-
-        return self._changed_model("low", change)
+        return self._changed_model("low", partial(lower_logits, depth=depth))
 
     def _changed_model(self, name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
         """Return the kit's untied checkpoint after a change to its weights, which rank 0 creates once."""
