@@ -60,9 +60,14 @@ def test_gloo_conforms_even_where_it_insists_on_begin(check: Check, faulty: Kit,
     assert verdict.evidence
 
 
-@pytest.mark.parametrize(
-    "store", ["shm", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("file", "http"))]
-)
+def test_buckets_arrive_over_a_store() -> None:
+    with Kit(TransportTarget(factory="shm")) as kit:
+        for check in (check for check in CHECKS if check.level == "bytes"):
+            assert (verdict := kit.run(check)).outcome is CheckOutcome.PASSED, verdict.message
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("store", ["shm", "file", "http"])
 def test_stores_conform_in_what_does_not_need_ranks_that_meet(store: str) -> None:
     with Kit(TransportTarget(factory=store)) as kit:
         verdicts = {check.id: kit.run(check) for check in CHECKS}
