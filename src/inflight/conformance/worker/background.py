@@ -76,7 +76,8 @@ def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
     """Where a worker can save in the background, begin_save() saves the state at the time of the call, while training
     continues as if there were no save: the checkpoint has the weights, version and optimizer that save() would have
     written. save_pending is true until the save has ended, and finish_save() returns once it has ended, or at once if
-    none is pending; if its timeout is too short, finish_save() raises CheckpointError and may be called again."""
+    none is pending; if its timeout is too short, finish_save() raises CheckpointError and may be called again. If the
+    save fails, one of the two raises CheckpointError, and a later save succeeds."""
     worker = create_scheduled(subject)
     if not isinstance(worker, BackgroundSavingWorker):
         skip("saving in the background is not supported: it is not a BackgroundSaver")
@@ -85,12 +86,13 @@ def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
         (directory / "held").mkdir(parents=True)
     subject.ranks.wait_for_all()
     _require_idle(subject, worker, "before the first save")
+    _require_failure_reported(subject, worker, directory / "file" / "checkpoint")
     batches = [make_batch((9, 12), seed=800 + 10 * n + subject.data_rank) for n in range(3)]
     take_steps(worker, batches[:2])
     paths = {"save()": directory / "saved", "begin_save()": directory / "held" / "checkpoint"}
     worker.save(paths["save()"])
     saved = gathered(worker)
-    _save_while_training(subject, worker, paths["begin_save()"], partial(take_steps, worker, batches[2:]))
+    save_while_training(subject, worker, paths["begin_save()"], partial(take_steps, worker, batches[2:]))
     found = {"a step during the save": gathered(worker)}
     for call, path in paths.items():
         resumed = create_scheduled(subject)
@@ -108,7 +110,24 @@ def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
             compare_changes(subject, saved, expected, weights, f"{other}, and {what}", relative=allowed)
 
 
-def _save_while_training(
+def _require_failure_reported(subject: WorkerSubject, worker: BackgroundSaver, path: Path) -> None:
+    """Fail unless a save below a regular file fails with CheckpointError. All ranks call this."""
+    if subject.rank == 0:
+        path.parent.touch()
+    subject.ranks.wait_for_all()
+
+    def save() -> None:
+        worker.begin_save(path)
+        worker.finish_save(_END_S)
+
+    error = error_of(save)
+    subject.note(save_below_a_file=words_of(error))
+    words = f"begin_save() and finish_save() of a checkpoint below a regular file raise {words_of(error)}"
+    subject.require_on_all_ranks(isinstance(error, CheckpointError), f"{words}, not CheckpointError")
+    _require_idle(subject, worker, "after a save that failed")
+
+
+def save_while_training(
     subject: WorkerSubject, worker: BackgroundSaver, path: Path, train: Callable[[], object]
 ) -> None:
     """Train between begin_save() and the first change to a file, provided that another thread of this process makes

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require, skip
+from inflight.conformance.worker.background import BackgroundSavingWorker, save_while_training
 from inflight.conformance.worker.batches import accumulate, make_batch, take_steps
 from inflight.conformance.worker.gathering import Weights, compare_changes, differing, gathered
 from inflight.conformance.worker.reference import ReferenceModel
@@ -20,6 +21,7 @@ from inflight.conformance.worker.subject import WorkerSubject
 from inflight.contracts import LoraSource, MergingLoraSource, PartialWeightSource, TrainerWorker, WeightSource
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.lora_settings import LoraSettings
+from inflight.types import MicroBatch
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.weights.encode.lora_tensors import PARTS, PREFIX, lora_names
 from inflight.wire import LoraSpec
@@ -114,7 +116,7 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
         require(not empty, f"A of a new LoRA is zero, so neither half would ever learn: {shortened(empty, 3)}")
 
 
-@check("W-50", deadline_s=30)
+@check("W-50", deadline_s=60)
 @look_at(
     "whether A, B and their moments are saved and read, and whether load resets the count of dropout draws; `adapter/` "
     "must contain A and B under PEFT's names, with a `lora_alpha` that PEFT divides by the rank"
@@ -150,6 +152,24 @@ def a_lora_resumes(subject: WorkerSubject) -> None:
         found = gathered(resumed)
         if subject.rank == 0:
             compare_changes(subject, saved, expected, found, f"two steps of {name} after a load, and without it")
+    if isinstance(new, BackgroundSavingWorker):
+        _require_saved_in_the_background(subject, new, steady, batches[:1])
+
+
+def _require_saved_in_the_background(
+    subject: WorkerSubject, worker: BackgroundSavingWorker, other: TrainerWorker, batches: Sequence[MicroBatch]
+) -> None:
+    """Fail unless a background save has the LoRA of its beginning, though ``worker`` trains meanwhile; ``other`` loads
+    it. All ranks call this."""
+    directory, saved = subject.fresh_path("lora-background"), gathered(worker)
+    if subject.rank == 0:
+        directory.mkdir(parents=True)
+    subject.ranks.wait_for_all()
+    save_while_training(subject, worker, directory / "checkpoint", lambda: take_steps(worker, batches))
+    other.load(directory / "checkpoint")
+    changed = differing(saved, gathered(other))
+    words = f"a background save differs from the LoRA at its beginning in the tensors {shortened(changed)}"
+    subject.require_on_all_ranks(not changed, words)
 
 
 @check("W-78", deadline_s=30)
