@@ -248,7 +248,9 @@ async def keep_old_keys_and_values(subject: EndpointSubject) -> None:
 async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     """Swap A for B while requests run; require that later logprobs are those that the policy prescribes."""
     reference, other = subject.reference, subject.reference.perturbed("B")
-    answers = await answers_across_an_update(subject, other, policy, num=2, num_tokens=_NUM_TOKENS)
+    answers = await answers_across_an_update(
+        subject, other, policy, num=2, num_tokens=_NUM_TOKENS, staged=subject.capabilities.staging
+    )
     old = subject.publisher.version - 1
     kept, recomputed = "the old keys and values kept", "all keys and values computed again"
     gaps = {kept: 0.0, recomputed: 0.0}
@@ -276,17 +278,24 @@ async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
 
 
 async def answers_across_an_update(
-    subject: EndpointSubject, weights: ReferenceWeights, policy: InFlightPolicy, *, num: int, num_tokens: int
+    subject: EndpointSubject,
+    weights: ReferenceWeights,
+    policy: InFlightPolicy,
+    *,
+    num: int,
+    num_tokens: int,
+    n: int = 1,
+    staged: bool = False,
 ) -> Answers:
-    """Publish ``weights`` while requests run; return their answers.
+    """Publish ``weights`` while requests for ``n`` completions each run; return all completions.
 
     All of them end with tokens of the new version, unless even the longest requests tried were too short.
     """
     for length in subject.lengths(num_tokens):
-        running = await subject.start_running(num, max_tokens=length)
+        running = await subject.start_running(num, max_tokens=length, n=n)
         old = subject.publisher.version
-        await subject.publisher.publish(weights, in_flight=policy)
-        answers = [(request, (await task).completions[0]) for request, task in running]
+        await subject.publisher.publish(weights, in_flight=policy, staged=staged)
+        answers = [(request, completion) for request, task in running for completion in (await task).completions]
         if all(completion.version_spans[-1].version > old for _, completion in answers):
             break
         await subject.publisher.publish(subject.reference.weights)

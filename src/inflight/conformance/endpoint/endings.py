@@ -3,6 +3,7 @@ length limit)."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Sequence
 from itertools import product
@@ -33,6 +34,8 @@ _NEVER, _SHORT = "\x00 never", "~"
 """Stop strings that never occur."""
 _LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
 """Characters of three bytes each; all the bytes are different."""
+_TEXT, _ENDS = "abcdefghijkl", "dk"
+"""A text that a model samples, and those of its bytes that end a sequence."""
 _PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
 """Tokens of two letters each, and a part of their text that ends within the last token."""
 _NUM_STOP_STRINGS, _NUM_STOP_TOKENS = 6, 40
@@ -240,8 +243,9 @@ def _completing(tokenizer: Any, stop: str, completion: Completion) -> list[int]:
 @check("E-21", "model", deadline_s=60)
 @look_at("which ids end a sequence (all those of the generation config), and whether the last token is dropped")
 async def finish_reasons(subject: EndpointSubject) -> None:
-    """An end-of-sequence token is listed with its logprob and ends its completion with stop, unless ignore_eos is set
-    and the token is not among the stop_token_ids; length means exactly max_tokens."""
+    """Any end-of-sequence token of the model is listed with its logprob and ends its completion with stop, unless
+    ignore_eos is set and the token is not among the stop_token_ids; length means exactly max_tokens."""
+    await _require_every_end(subject)
     prompt, temperature, likelihood = prompt_near_the_end(subject)
     ends_of = subject.reference.eos_token_ids
     num_tokens, num_met, num_passed, num_rounds = 32, 0, 0, 0
@@ -276,6 +280,27 @@ async def finish_reasons(subject: EndpointSubject) -> None:
     subject.note(ended_by_stop_token_ids=num_stopped)
     if not num_met:
         skip(f"none of {16 * num_rounds} completions reached an end-of-sequence token")
+
+
+async def _require_every_end(subject: EndpointSubject) -> None:
+    """Require that each end-of-sequence token of a model with several ends a completion.
+
+    The check starts another endpoint, which serves a model that samples a known text.
+    """
+    if (reason := subject.missing("fresh")) is not None:
+        subject.note(several_ends=f"not checked: {reason}")
+        return
+    path, begin = make_model_of_text(subject.directory / "ends", _TEXT, ()), 0
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((path / name).read_text())
+        (path / name).write_text(json.dumps(settings | {"eos_token_id": [settings["eos_token_id"], *_ENDS.encode()]}))
+    endpoint = (await subject.fresh(path)).endpoint
+    for end in (_TEXT.index(letter) + 1 for letter in _ENDS):
+        prompt = (0, 1, 2, *_TEXT[:begin].encode())
+        found = await subject.generate(prompt, endpoint=endpoint, max_tokens=24, temperature=0.0, ignore_eos=False)
+        what, text = "one of several end-of-sequence tokens", bytes(token % 256 for token in found.token_ids)
+        _require_ended(found, [end - begin - 1], 24, f"{what}, {_TEXT[end - 1]!r}, after {text!r}")
+        begin = end
 
 
 @check("E-27", deadline_s=60, look_at="a default for max_tokens (OpenAI's is 16)")

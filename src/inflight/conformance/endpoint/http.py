@@ -240,16 +240,17 @@ async def unknown_routes(subject: EndpointSubject) -> None:
 @look_at("whether a pause counts as unhealthy, so that a load balancer removes the server during every update")
 async def health(subject: EndpointSubject) -> None:
     """/health responds with 200, the state and the version, both while the server is ready and while it is paused."""
-    await _require_healthy(subject, EndpointState.READY)
+    await require_healthy(subject, EndpointState.READY)
     if subject.missing("updates") is None:
         update = await subject.publisher.request(subject.reference.weights)
         try:
-            await _require_healthy(subject, EndpointState.PAUSED)
+            await require_healthy(subject, EndpointState.PAUSED)
         finally:
             await subject.publisher.abort(update)
 
 
-async def _require_healthy(subject: EndpointSubject, state: EndpointState) -> None:
+async def require_healthy(subject: EndpointSubject, state: EndpointState) -> None:
+    """Require that /health reports this state as healthy, with the version that is served."""
     answer = await answer_to(subject, "GET", routes.HEALTH.path)
     try:
         found = Health.model_validate_json(answer.body)

@@ -15,7 +15,8 @@ from inflight.conformance.reference import ReferenceWeights
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 
 LEVEL = "caches"
-_MANY = 32
+_MANY, _N = 32, 2
+"""Number of running completions, and how many of them belong to each request."""
 _NUM_TOKENS = 160
 """Number of tokens of each of many running requests: enough for each to still be running when the update arrives."""
 _PREFILLED, _PREFILLED_LENGTH, _TOKENS_BEHIND = 8, 1500, 6
@@ -39,15 +40,15 @@ async def everything_recomputed(subject: EndpointSubject) -> None:
     largest, num_tokens = 0.0, 0
     recompute = InFlightPolicy.RECOMPUTE
     answers = await answers_across_an_update(
-        subject, other, recompute, num=subject.pace.fewer(_MANY), num_tokens=_NUM_TOKENS
+        subject, other, recompute, num=subject.pace.fewer(_MANY) // _N, num_tokens=_NUM_TOKENS, n=_N
     )
     for i, (request, completion) in enumerate(answers):
         num, gap = _after_the_update(subject, request, completion, publisher.version, other)
         require(
-            num, f"the update did not happen during request {i} of {len(answers)}: spans {completion.version_spans}"
+            num, f"the update did not happen during completion {i} of {len(answers)}: spans {completion.version_spans}"
         )
         num_tokens, largest = num_tokens + num, max(largest, gap)
-        require(gap <= subject.tolerance, f"of {len(answers)} requests that ran during the update, {_off(i, gap)}")
+        require(gap <= subject.tolerance, f"of {len(answers)} completions that ran during the update, {_off(i, gap)}")
     subject.note(**{"running": len(answers), "tokens after the update": num_tokens, "largest difference": largest})
     await _recomputed_while_prefilled(subject, (reference.weights, other))
     await _recomputed_under_the_same_version(subject)
@@ -108,8 +109,8 @@ async def _recomputed_under_the_same_version(subject: EndpointSubject) -> None:
 
 def _off(index: int, gap: float) -> str:
     return (
-        f"request {index} continues with logprobs that differ by up to {gap:.3g} from those with all keys and values "
-        "computed under the new weights"
+        f"the one at index {index} continues with logprobs that differ by up to {gap:.3g} from those with all keys and "
+        "values computed under the new weights"
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import until_running
+from inflight.conformance.endpoint.http import require_healthy
 from inflight.conformance.endpoint.loras import SPEC as LORA
 from inflight.conformance.endpoint.loras import make_lora, merge_lora
 from inflight.conformance.endpoint.subject import EndpointSubject
@@ -64,7 +65,7 @@ async def _require_refused_during_updates(subject: EndpointSubject) -> None:
 @look_at("whether generate and request_weight_update check the state, and whether other clients can see it")
 async def refuses_while_released(subject: EndpointSubject) -> None:
     """While memory is released, every client sees the state released and the version unchanged; requests raise
-    ReleasedError, updates are refused, and a repeated release changes nothing."""
+    ReleasedError, updates are refused, and a repeated release changes nothing. /health responds with 200."""
     before = await subject.endpoint.weight_version()
     await subject.publisher.form_group()
     async with _restored(subject.releasing):
@@ -79,6 +80,8 @@ async def refuses_while_released(subject: EndpointSubject) -> None:
                 endpoint.generate(subject.request()), ReleasedError, "a request while memory is released"
             )
         await _require_nothing_answered(subject)
+        if subject.opened.url is not None:
+            await require_healthy(subject, EndpointState.RELEASED)
         update = subject.publisher.announcement(subject.reference.perturbed("B"))
         await subject.require_refused(
             subject.endpoint.request_weight_update(update), "an update while memory is released"

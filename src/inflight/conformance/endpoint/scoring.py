@@ -193,13 +193,19 @@ async def no_scores(subject: EndpointSubject) -> None:
         )
 
 
-async def require_right_scores(subject: EndpointSubject, token_ids: Sequence[int], start: int, what: str) -> None:
-    """Require that each token from ``start`` on has the score that the checkpoint's weights give it in the context of
-    the preceding tokens.
+async def require_right_scores(
+    subject: EndpointSubject,
+    token_ids: Sequence[int],
+    start: int,
+    what: str,
+    weights: ReferenceWeights | None = None,
+) -> None:
+    """Require that each token from ``start`` on has the score that these weights, or the checkpoint's, give it in the
+    context of the preceding tokens.
     """
     request = _request(subject, token_ids, start)
     (response,) = await _scored(subject, [request])
-    _require_scores(subject, subject.reference.weights, request, response, what)
+    _require_scores(subject, weights or subject.reference.weights, request, response, what)
 
 
 async def score_the_end(subject: EndpointSubject, token_ids: Sequence[int]) -> tuple[ScoreRequest, ScoreResponse]:

@@ -12,6 +12,7 @@ import torch
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.publishing import SteppedPublisher, specs_of
 from inflight.conformance.endpoint.repeats import require_repeated
+from inflight.conformance.endpoint.scoring import require_right_scores
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.models import lower_logits, make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen
@@ -155,6 +156,10 @@ async def large_logits(subject: EndpointSubject) -> None:
         sharp = _with_sharp_attention(reference)
         await subject.publisher.publish(sharp)
         await subject.require_serves(sharp, "with larger scores of attention")
+        if subject.capabilities.scoring:
+            half = reference.with_final_norm(factor / 2, f"A with its final norm times {factor / 2:g}")
+            await subject.publisher.publish(half)
+            await require_right_scores(subject, subject.prompt(24, seed=74), 1, "with unlikely tokens", half)
         if not reference.is_tied:
             tensors = dict(reference.weights.tensors)
             lower_logits(tensors, _DEPTH)

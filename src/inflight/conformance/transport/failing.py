@@ -143,7 +143,8 @@ def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool, tim
 @check("T-20", deadline_s=30, look_at="receive: its timeout_s, not the group's")
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before, even
-    if receive_ahead() was called with a longer one; a bucket that is sent late still arrives."""
+    if receive_ahead() was called with a longer one, or if an earlier attempt at the same version has sent it; a bucket
+    that is sent late still arrives."""
     # The group has a longer timeout than the receive of the bucket that is never sent.
     (receiver,) = t.form()
     late, never = bucket_of(torch.ones(10)), bucket_of(torch.zeros(10), index=1)
@@ -153,6 +154,14 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
         fail(f"a receive with a timeout of {FORM_S:g} s ended before its bucket was sent: {receive.ending(0.0).words}")
     results([receive, t.start_send(late)], FORM_S + SLACK_S)
     require(receive.result(0.0)[0].equal(late.tensors[0]), f"a bucket sent {_LATE_S} s late arrived changed")
+    t.begin([receiver], late, session_id="first-attempt")
+    results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
+    receiver.begin(t.ref("second-attempt"))
+    again = t.start(lambda: receiver.receive(late.specs, _TIMEOUT_S), "the receive of what an earlier attempt has sent")
+    failure_of(again, _TIMEOUT_S + SLACK_S)
+    (receiver,) = t.form()
+    t.begin([receiver], late, never)
+    results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
     if isinstance(receiver, ReceivesAhead):
         receiver.receive_ahead(never.specs, 2 * (_WAIT_S + SLACK_S))
     _require_timely_failure(t, lambda: receiver.receive(never.specs, _WAIT_S), "the receive of a bucket never sent")

@@ -79,7 +79,7 @@ def open_pair(target: TransportTarget, directory: Path | None = None, *, address
     return TransportPair(transport, sender, num_devices - 1 if transport.needs_gpu else None)
 
 
-def update_of(buckets: Sequence[WeightBucket], version: int) -> WeightUpdate:
+def update_of(buckets: Sequence[WeightBucket], version: int, session_id: str = "") -> WeightUpdate:
     """Return the update that consists of these buckets."""
     specs, parts = [spec for bucket in buckets for spec in bucket.specs], list[BucketSpec]()
     for index, bucket in enumerate(buckets):
@@ -89,6 +89,7 @@ def update_of(buckets: Sequence[WeightBucket], version: int) -> WeightUpdate:
     return WeightUpdate(
         run_id=RUN_ID,
         version=version,
+        session_id=session_id,
         manifest=Manifest(tensors=tuple(specs)),
         buckets=tuple(parts),
         in_flight=InFlightPolicy.KEEP,

@@ -18,7 +18,7 @@ from inflight.conformance.transport.sockets import can_list_sockets
 from inflight.contracts import WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
-from inflight.wire import ProcessGroupSpec, TensorSpec, TransportBody
+from inflight.wire import ProcessGroupSpec, TensorSpec, TransportBody, UpdateRef
 
 T = TypeVar("T")
 
@@ -174,10 +174,14 @@ class TransportSubject:
         peer.set_up(PeerSetup(target=self._target, directory=self.directory, **role))
         return peer
 
-    def begin(self, receivers: Sequence[WeightReceiver], *buckets: WeightBucket) -> None:
-        """Begin an update of these buckets on both sides."""
-        self._version += 1
-        update = update_of(buckets, self._version)
+    def ref(self, session_id: str = "") -> UpdateRef:
+        """Return the update that was begun last, or that of another session with its version."""
+        return UpdateRef(run_id=RUN_ID, version=self._version, session_id=session_id)
+
+    def begin(self, receivers: Sequence[WeightReceiver], *buckets: WeightBucket, session_id: str = "") -> None:
+        """Begin an update of these buckets on both sides, with a new version unless it has a session."""
+        self._version += not session_id
+        update = update_of(buckets, self._version, session_id)
         self.sender.begin(update)
         for receiver in receivers:
             receiver.begin(update.ref)

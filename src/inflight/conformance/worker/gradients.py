@@ -22,12 +22,16 @@ _AVERAGES = "an average instead of a sum, a weight per rank or micro-batch, grad
 
 
 @check("W-15")
-@look_at("gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward()")
+@look_at(
+    "gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward(), and by "
+    "temperatures"
+)
 def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
-    """The gradient of a loss is the one that autograd computes, and the reported norm is that before clipping."""
+    """The gradient of a loss is the one that autograd computes, at any temperatures, and the reported norm is that
+    before clipping."""
     # Norms below and above the usual thresholds of clipping.
     reference = ReferenceModel(subject.model())
-    batches = [make_batch((17,), seed=30 + rank) for rank in range(subject.data_size)]
+    batches = [make_batch((17,), seed=30 + rank, temperature=None) for rank in range(subject.data_size)]
     for name, scale in (("small", 2.0**-10), ("large", 8.0)):
         worker = subject.create()
         accumulate(worker, [batches[subject.data_rank]], scale)
