@@ -609,6 +609,31 @@ def locks_for_itself_alone(receiver: Any) -> None:
     receiver._memory.map_memory = spoiled
 
 
+def finds_records_by_version(sender: Any) -> None:
+    """Buckets of any session of a version have the same names."""
+    begin = sender.begin
+    sender.begin = lambda update: begin(update.model_copy(update={"session_id": ""}))
+
+
+def asks_for_records_by_version(receiver: Any) -> None:
+    begin = receiver.begin
+    receiver.begin = lambda ref: begin(ref.model_copy(update={"session_id": ""}))
+
+
+def keeps_the_update_open(sender: Any) -> None:
+    """Another group does not end the update that is open."""
+    specs = sender.specs
+
+    def spoiled(*args: Any) -> Any:
+        end, sender.end = sender.end, lambda *, is_done: None
+        try:
+            return specs(*args)
+        finally:
+            sender.end = end
+
+    sender.specs = spoiled
+
+
 def keeps_mappings(receiver: Any) -> None:
     receiver._memory.forget_mappings = lambda: None
 
@@ -973,6 +998,16 @@ MUTANTS = {
     ),
     "aborts once": Mutant("T-34", "the second abort raises", receiver=aborts_once),
     "leaves a listener": Mutant("T-35", "a socket is never closed", leaves_a_listener),
+    "keeps the update open": Mutant(
+        "T-33", "shm: another group does not end the open update", keeps_the_update_open, transport="shm"
+    ),
+    "finds records by version": Mutant(
+        "T-20",
+        "shm: a bucket is found by its version, whatever its session",
+        finds_records_by_version,
+        asks_for_records_by_version,
+        transport="shm",
+    ),
     "keeps mappings": Mutant(
         "T-35", "shm: a receiver that was aborted keeps its mappings", receiver=keeps_mappings, transport="shm"
     ),

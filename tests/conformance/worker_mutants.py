@@ -374,6 +374,15 @@ class NormAfterClipping(FsdpWorker):
         return replace(result, gradient_norm=min(result.gradient_norm, 1.0))
 
 
+class GradientAtTemperatureOne(FsdpWorker):
+    """The gradient of the logits is not divided by the temperature."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logprobs_T = super().forward(batch)
+        undivided_T = logprobs_T * batch.temperature_T.to(logprobs_T.device)
+        return undivided_T + (logprobs_T - undivided_T).detach()
+
+
 class TiedHeadDetached(FsdpWorker):
     def __init__(self, *arguments: Any, **others: Any) -> None:
         super().__init__(*arguments, **others)
@@ -1492,6 +1501,24 @@ class LiveStateSaved(FsdpWorker):
             super().begin_save(path)
 
 
+class LiveLoraSaved(FsdpLoraWorker):
+    """A save in the background copies everything but the LoRA first."""
+
+    def begin_save(self, path: Path) -> None:
+        copy = background.copy_to_host
+        with replaced(background, copy_to_host=lambda state: replace(copy(state), lora=state.lora)):
+            super().begin_save(path)
+
+
+class FailureSwallowed(FsdpWorker):
+    def finish_save(self, timeout_s: float) -> None:
+        try:
+            super().finish_save(timeout_s)
+        except CheckpointError:
+            if self.save_pending:
+                raise
+
+
 class NeverPending(FsdpWorker):
     @property
     def save_pending(self) -> bool:
@@ -1880,6 +1907,9 @@ MUTANTS = {
     "constant_for_nothing": Mutant(
         ConstantForNothing, "W-14", "`forward` returns a constant without a gradient for a batch without targets"
     ),
+    "gradient_at_temperature_1": Mutant(
+        GradientAtTemperatureOne, "W-15", "the gradient of the logits is not divided by the temperature"
+    ),
     "norm_after_clipping": Mutant(NormAfterClipping, "W-15", "the reported gradient norm is the norm after clipping"),
     "tied_head_detached": Mutant(TiedHeadDetached, "W-16", "a tied head gives the embedding no gradient"),
     "first_target_only": Mutant(FirstTargetOnly, "W-66", "only the first of the given tokens is scored"),
@@ -2057,6 +2087,9 @@ MUTANTS = {
         "`load` reads the checkpoint that an interrupted save left next to the path, not the one at the path",
     ),
     "live_state_saved": Mutant(LiveStateSaved, "W-77", "a save in the background writes what training has changed"),
+    "background_failure_swallowed": Mutant(
+        FailureSwallowed, "W-77", "`finish_save` returns although the save has failed"
+    ),
     "never_pending": Mutant(NeverPending, "W-77", "`save_pending` is false during a save"),
     "finished_at_once": Mutant(FinishedAtOnce, "W-77", "`finish_save` does not wait for the save"),
     "saved_at_the_end": Mutant(SavedAtTheEnd, "W-77", "the state is saved only by `finish_save`"),
@@ -2071,6 +2104,7 @@ MUTANTS = {
     "dropout_continued": Mutant(
         DropoutContinued, "W-50", "`load` does not reset the number of forward passes, which seeds dropout"
     ),
+    "live_lora_saved": Mutant(LiveLoraSaved, "W-50", "a background save writes a LoRA that training has changed"),
     "merged_by_save": Mutant(MergedBySave, "W-50", "`save` merges the LoRA into the worker's own base weights"),
     "merged_once": Mutant(MergedOnce, "W-78", "merged weights are those of the first gather"),
     "merged_at_scale_one": Mutant(MergedAtScaleOne, "W-78", "the LoRA is merged without its scale"),

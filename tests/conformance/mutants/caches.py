@@ -250,6 +250,34 @@ def swapped_policy(taken: InFlightPolicy, instead: InFlightPolicy) -> Any:
     return infect
 
 
+def staged_kept(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Keep the keys and values of running requests whenever an update was staged."""
+    engine: Any = endpoint._engine
+    load = engine.load
+
+    def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> Any:
+        update = endpoint._updates.session.update
+        return load(tensors, version, InFlightPolicy.KEEP if update is not None and update.staged else policy)
+
+    engine.load = faulty
+    return endpoint
+
+
+def only_first_completions_recomputed(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    scheduler = endpoint._engine.scheduler
+    recompute = scheduler.recompute_running
+
+    def faulty() -> None:
+        others = {slot: s for slot, s in scheduler.running.items() if s is not s.request.sequences[0]}
+        for slot in others:
+            del scheduler.running[slot]
+        recompute()
+        scheduler.running.update(others)
+
+    scheduler.recompute_running = faulty
+    return endpoint
+
+
 _KEYS: dict[str, tuple[str, Callable[[tuple[int, ...], int, int], object]]] = {
     "blocks keyed alone": ("its own tokens and its position", lambda ids, a, b: (ids[a:b], a)),
     "blocks keyed without positions": ("its own tokens", lambda ids, a, b: ids[a:b]),
@@ -319,6 +347,18 @@ MUTANTS = (
         "U-31",
         "Under recompute, running requests keep the keys and values of old weights.",
         swapped_policy(InFlightPolicy.RECOMPUTE, InFlightPolicy.KEEP),
+    ),
+    Mutant(
+        "staged updates keep",
+        "U-31",
+        "Under recompute, running requests keep the keys and values of old weights if the update was staged.",
+        staged_kept,
+    ),
+    Mutant(
+        "only first completions recomputed",
+        "U-35",
+        "Only the first completion of each running request is recomputed.",
+        only_first_completions_recomputed,
     ),
     Mutant(
         "recomputed under keep",

@@ -203,7 +203,19 @@ def searched_by_characters(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def only_the_first_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    steps: Any = endpoint._engine.steps
+    steps._eos_token_ids = frozenset(sorted(steps._eos_token_ids)[-1:])  # the kit's models list the largest id first
+    return endpoint
+
+
 MUTANTS = (
+    Mutant(
+        "only the first end of a sequence",
+        "E-21",
+        "Of several end-of-sequence tokens, only the first ends a completion.",
+        only_the_first_end,
+    ),
     Mutant("end of sequence certain", "E-21", "An end-of-sequence token has logprob 0.", certain_end(_plain_end)),
     Mutant("stop token certain", "E-19", "A stop token has logprob 0.", certain_end(lambda s: s.stop_token_ids)),
     Mutant(

@@ -69,17 +69,24 @@ async def refuses_barely(request: Any, error: Any) -> Response:
     return PlainTextResponse("Not Found", error.status_code)
 
 
-def unhealthy_while_paused() -> Callable[..., Response]:
+def unhealthy_while(state: EndpointState) -> Callable[..., Response]:
     to_json: Callable[..., Response] = SERVER._json
 
     def faulty(model: Any, status: int = 200) -> Response:
-        is_paused = isinstance(model, Health) and model.state is EndpointState.PAUSED
-        return to_json(model, 503 if is_paused else status)
+        is_unhealthy = isinstance(model, Health) and model.state is state
+        return to_json(model, 503 if is_unhealthy else status)
 
     return faulty
 
 
 MUTANTS = (
+    Mutant(
+        "unhealthy while released",
+        "E-65",
+        "/health responds with 503 while memory is released.",
+        serving_with(_json=unhealthy_while(EndpointState.RELEASED)),
+        over_http=True,
+    ),
     Mutant(
         "open control routes",
         "E-50",
@@ -133,7 +140,7 @@ MUTANTS = (
         "unhealthy while paused",
         "E-56",
         "/health returns 503 during a pause.",
-        serving_with(_json=unhealthy_while_paused()),
+        serving_with(_json=unhealthy_while(EndpointState.PAUSED)),
         over_http=True,
     ),
 )

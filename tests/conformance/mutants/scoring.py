@@ -107,6 +107,12 @@ def _first_twenty(response: ScoreResponse) -> dict[str, Any]:
 
 MUTANTS = (
     Mutant(
+        "scores bounded",
+        "U-74",
+        "No score is below -100.",
+        answering_scores(lambda _, response: {"logprobs": tuple(max(it, -100.0) for it in response.logprobs)}),
+    ),
+    Mutant(
         "scores one token late",
         "E-82",
         "A token is scored from a hidden state that already includes the token.",
