@@ -160,6 +160,13 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     again = t.start(lambda: receiver.receive(late.specs, _TIMEOUT_S), "the receive of what an earlier attempt has sent")
     failure_of(again, _TIMEOUT_S + SLACK_S)
     (receiver,) = t.form()
+    t.begin([receiver], late, session_id="third-attempt")
+    results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
+    t.sender.end(is_done=True)
+    t.begin([receiver], late, session_id="third-attempt")
+    again = t.start(lambda: receiver.receive(late.specs, _TIMEOUT_S), "the receive of what the update before has sent")
+    failure_of(again, _TIMEOUT_S + SLACK_S)
+    (receiver,) = t.form()
     t.begin([receiver], late, never)
     results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
     if isinstance(receiver, ReceivesAhead):

@@ -32,7 +32,7 @@ def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
     # Norms below and above the usual thresholds of clipping.
     reference = ReferenceModel(subject.model())
     batches = [make_batch((17,), seed=30 + rank, temperature=None) for rank in range(subject.data_size)]
-    for name, scale in (("small", 2.0**-10), ("large", 8.0)):
+    for name, scale in (("tiny", 2.0**-30), ("small", 2.0**-10), ("large", 8.0)):
         worker = subject.create()
         accumulate(worker, [batches[subject.data_rank]], scale)
         subject.compare_norm(worker, reference.gradient_norm(batches, scale), f"{name} loss")

@@ -27,9 +27,9 @@ from inflight.weights.encode.lora_tensors import PARTS, PREFIX, lora_names
 from inflight.wire import LoraSpec
 
 LEVEL = "lora"
-SETTINGS = LoraSettings(rank=3, alpha=12.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
-"""LoRA settings with a rank that cannot be divided evenly. Every model of the kit without experts has the target
-layers."""
+SETTINGS = LoraSettings(rank=3, alpha=12.5, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
+"""LoRA settings with a rank that cannot be divided evenly, and an alpha that is not an integer. Every model of the kit
+without experts has the target layers."""
 _OF_EXPERTS = ("down_proj",)
 """Targets that belong to the experts in a mixture of experts."""
 ADAPTER = Path("adapter") / "adapter_model.safetensors"
