@@ -172,6 +172,25 @@ async def held_prefix(subject: EndpointSubject) -> None:
         )
         if num_slots <= _MOST_SLOTS and subject.capabilities.streaming:
             await _require_late_completions_fresh(subject, policy, turns)
+        await _require_fresh_under_the_same_version(subject, policy, prompt, next(turns))
+
+
+async def _require_fresh_under_the_same_version(
+    subject: EndpointSubject, policy: InFlightPolicy, prompt: Sequence[int], weights: ReferenceWeights
+) -> None:
+    """Require that a prompt is computed again after another training run has published other weights under the version
+    that is already served, even if a request with this prompt began before and ended after that."""
+    version, prompt = subject.publisher.version, (*prompt[:-2], 1)
+    subject.publisher.lose_group()
+    another = subject.another_publisher()
+    ((_, task),) = await subject.start_running(1, prompt=prompt, max_tokens=_NUM_TOKENS_OF_A_GROUP)
+    await another.publish(weights, version=version, in_flight=policy)
+    is_running = not task.done()
+    await within(_ENDS_S, task, f"a request that ran while the served version was published again under {policy}")
+    subject.note(**{f"running while the served version was published again under {policy}": is_running})
+    what = f"after an update under {policy} with the version that was already served, the prompt of an ended request"
+    await _require_fresh(subject, prompt, weights, what)
+    another.lose_group()
 
 
 async def _require_late_completions_fresh(
@@ -185,7 +204,8 @@ async def _require_late_completions_fresh(
     num_slots, prompt = subject.capabilities.max_concurrent_sequences, subject.prompt(40, seed=35)
     for length in subject.lengths(_NUM_TOKENS_OF_A_GROUP):
         ((_, blocking),) = await subject.start_running(1)
-        request = subject.request(prompt, n=num_slots + 1, max_tokens=length, seed=36, stream=True)
+        num_tokens = min(length, subject.remaining_tokens(prompt))
+        request = subject.request(prompt, n=num_slots + 1, max_tokens=num_tokens, seed=36, stream=True)
         chunks: list[CompletionChunk] = []
         reading = subject.begin(_read(subject, request, chunks))
         what = f"fewer than {num_slots - 1} of {num_slots + 1} completions began"

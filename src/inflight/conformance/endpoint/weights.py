@@ -25,8 +25,9 @@ _FEWEST_SOAK_UPDATES, _SOAK_S = 20, 30.0
 """The soak ends early once at least this many updates have been made and this many seconds have passed."""
 _LARGE = 250.0
 """Logits that the largest checkpoints reach and that float32 cannot exponentiate."""
-_DEPTH = 300.0
-"""How far below 0 all logits are under one set of weights."""
+_DEPTH, _VERY_DEEP = 300.0, 40_000.0
+"""How far below 0 all logits are under two sets of weights."""
+_TOP_K = 3
 _LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
 _REFUSE = "whether request_weight_update compares names, shapes and dtypes with the model before anything is paused"
 
@@ -166,6 +167,24 @@ async def large_logits(subject: EndpointSubject) -> None:
             low = ReferenceWeights(f"A with logits of about -{_DEPTH:g}", tensors)
             await subject.publisher.publish(low)
             await subject.require_serves(low, "with logits far below 0")
+            await _require_filtered_below(subject, _VERY_DEEP)
+
+
+async def _require_filtered_below(subject: EndpointSubject, depth: float) -> None:
+    """Require that a filter removes tokens even if all logits are about ``-depth``."""
+    reference, tensors = subject.reference, dict(subject.reference.weights.tensors)
+    lower_logits(tensors, depth)
+    low = ReferenceWeights(f"A with logits of about -{depth:g}", tensors)
+    await subject.publisher.publish(low)
+    request, found = await subject.ask(max_tokens=24, top_k=_TOP_K)
+    logits_TV = reference.logits(low, request.prompt_token_ids, found.token_ids)
+    missing_T = logits_TV.topk(_TOP_K).values[:, -1] - chosen(logits_TV, found.token_ids)
+    apart = float(missing_T.max())
+    subject.note(**{f"largest distance from the {_TOP_K} likeliest tokens, with logits of about -{depth:g}": apart})
+    words = (
+        f"with top_k={_TOP_K} and logits of about -{depth:g}, a token was sampled whose logit is {apart:.3g} too low"
+    )
+    require(apart < 1.0, words)  # float32 rounds such logits to multiples of 0.004
 
 
 def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
