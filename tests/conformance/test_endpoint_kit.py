@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import inflight.engines.embedded.sampler
 import inflight.engines.embedded.sequences
 import inflight.engines.embedded.stepping
 import inflight.weights.encode.delta
@@ -46,6 +47,7 @@ SMALL = {"drafts": "both", "max_model_len": 1024, "max_concurrent": 16}
 pytestmark = pytest.mark.usefixtures("forks")
 PATCHED = (
     *((inflight.engines.embedded.stepping, "sample"), (inflight.weights.encode.float8, "decode_float8")),
+    (inflight.engines.embedded.sampler, "_apply_filters"),
     (inflight.weights.receive.base_weights, "merge_lora"),
     (inflight.weights.encode.delta, "_indices"),
     (inflight.weights.receive.staging.Staging, "_receive_checked"),

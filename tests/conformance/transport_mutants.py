@@ -634,6 +634,18 @@ def keeps_the_update_open(sender: Any) -> None:
     sender.specs = spoiled
 
 
+def keeps_records(sender: Any) -> None:
+    """Records of a committed update are not removed."""
+    end = sender.end
+
+    def spoiled(*, is_done: bool) -> None:
+        if is_done:
+            sender._records = []
+        end(is_done=is_done)
+
+    sender.end = spoiled
+
+
 def keeps_mappings(receiver: Any) -> None:
     receiver._memory.forget_mappings = lambda: None
 
@@ -998,6 +1010,7 @@ MUTANTS = {
     ),
     "aborts once": Mutant("T-34", "the second abort raises", receiver=aborts_once),
     "leaves a listener": Mutant("T-35", "a socket is never closed", leaves_a_listener),
+    "keeps records": Mutant("T-20", "shm: the records of a committed update stay", keeps_records, transport="shm"),
     "keeps the update open": Mutant(
         "T-33", "shm: another group does not end the open update", keeps_the_update_open, transport="shm"
     ),

@@ -374,6 +374,14 @@ class NormAfterClipping(FsdpWorker):
         return replace(result, gradient_norm=min(result.gradient_norm, 1.0))
 
 
+class TinyGradientsSkipped(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logprobs_T = super().forward(batch)
+        if logprobs_T.requires_grad:
+            logprobs_T.register_hook(lambda gradient_T: torch.where(gradient_T.abs() <= 1e-6, 0.0, gradient_T))
+        return logprobs_T
+
+
 class GradientAtTemperatureOne(FsdpWorker):
     """The gradient of the logits is not divided by the temperature."""
 
@@ -1577,6 +1585,11 @@ class AdapterDescribed(FsdpLoraWorker):
         return {"lora_alpha": self.lora_spec().scale}
 
 
+class AlphaCut(AdapterDescribed):
+    def described(self) -> dict[str, object]:
+        return {"lora_alpha": int(self.lora_spec().alpha)}
+
+
 class TargetsOfAdapterLost(AdapterDescribed):
     def described(self) -> dict[str, object]:
         return {"target_modules": ["q_proj", "v_proj"]}
@@ -1907,6 +1920,9 @@ MUTANTS = {
     "constant_for_nothing": Mutant(
         ConstantForNothing, "W-14", "`forward` returns a constant without a gradient for a batch without targets"
     ),
+    "tiny_gradients_skipped": Mutant(
+        TinyGradientsSkipped, "W-15", "targets with gradients of at most 1e-6 are skipped"
+    ),
     "gradient_at_temperature_1": Mutant(
         GradientAtTemperatureOne, "W-15", "the gradient of the logits is not divided by the temperature"
     ),
@@ -2094,6 +2110,7 @@ MUTANTS = {
     "finished_at_once": Mutant(FinishedAtOnce, "W-77", "`finish_save` does not wait for the save"),
     "saved_at_the_end": Mutant(SavedAtTheEnd, "W-77", "the state is saved only by `finish_save`"),
     "attention_only": Mutant(AttentionOnly, "W-49", "targets in MLPs are left out"),
+    "alpha_cut": Mutant(AlphaCut, "W-50", "adapter_config.json has the integer part of alpha"),
     "alpha_is_scale": Mutant(AdapterDescribed, "W-50", "adapter_config.json has the scale as its `lora_alpha`"),
     "targets_of_adapter_lost": Mutant(
         TargetsOfAdapterLost, "W-50", "adapter_config.json does not list all layers of the LoRA"

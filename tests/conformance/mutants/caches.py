@@ -45,6 +45,19 @@ def dropped_unless_held(*policies: InFlightPolicy) -> Any:
     return infect
 
 
+def dropped_with_the_version(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    engine: Any = endpoint._engine
+    cache, load = cache_prompts(endpoint, 1), engine.load
+
+    def faulty(tensors: Any, version: int, policy: InFlightPolicy) -> None:
+        if version != engine.steps.version:
+            cache.clear()
+        load(tensors, version, policy)
+
+    engine.load = faulty
+    return endpoint
+
+
 def cache_prompts(endpoint: EmbeddedEndpoint, page: int) -> Cache:
     """Give the engine a prefix cache that nothing drops; return it."""
     engine: Any = endpoint._engine
@@ -347,6 +360,12 @@ MUTANTS = (
         "U-31",
         "Under recompute, running requests keep the keys and values of old weights.",
         swapped_policy(InFlightPolicy.RECOMPUTE, InFlightPolicy.KEEP),
+    ),
+    Mutant(
+        "prefixes dropped with the version",
+        "U-34",
+        "Cached prefixes are dropped only by an update with another version.",
+        dropped_with_the_version,
     ),
     Mutant(
         "staged updates keep",

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import inflight.engines.embedded.sampler
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sampler import _apply_filters, sample
 from inflight.wire import SamplingParams
@@ -140,7 +141,22 @@ def one_generator() -> Any:
     return seeded
 
 
+def filtered_to_a_constant(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    def faulty(logits: torch.Tensor, params: Any) -> torch.Tensor:
+        filtered = _apply_filters(logits, params)
+        return filtered.masked_fill_(filtered == -torch.inf, -1e4)
+
+    inflight.engines.embedded.sampler._apply_filters = faulty
+    return endpoint
+
+
 MUTANTS = (
+    Mutant(
+        "filtered to a constant",
+        "U-74",
+        "A filter sets the logits of the tokens that it removes to -10,000.",
+        filtered_to_a_constant,
+    ),
     Mutant(
         "temperature missing in logprobs",
         "E-12",
