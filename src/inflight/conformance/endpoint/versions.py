@@ -168,9 +168,9 @@ async def _check_several(subject: EndpointSubject, policy: InFlightPolicy) -> No
         published: dict[int, ReferenceWeights] = {}
         await publish_next(subject, published)
         ((request, answer),) = await subject.start_running(1, prompt=prompt, n=num, max_tokens=num_tokens)
-        for _ in range(2):
+        for i in range(2):
             await asyncio.sleep(_SAMPLED_S * SLOWNESS.get())
-            await publish_next(subject, published, policy, is_held_up=True)
+            await publish_next(subject, published, policy, is_held_up=i == 1)
         completions = (await within(2 * SERVED_S, answer, f"a request for {num} completions")).completions
         for completion in completions[-_NUM_LATEST:]:
             check_spans(subject, request, completion, published)
@@ -188,8 +188,8 @@ async def _check_chat(subject: EndpointSubject, policy: InFlightPolicy) -> None:
         answer = subject.begin(subject.endpoint.chat_completion(chat))
         while not answer.done() and (await subject.endpoint.weight_version()).num_running == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
-        for _ in range(2):
-            await publish_next(subject, published, policy, is_held_up=True)
+        for i in range(2):
+            await publish_next(subject, published, policy, is_held_up=i == 1)
             await asyncio.sleep(_SAMPLED_S * SLOWNESS.get())
         (completion,) = chat_choices(await answer)
         subject.note(spans_of_a_chat=_short(completion.version_spans))
@@ -279,19 +279,20 @@ async def streamed_versions(subject: EndpointSubject) -> None:
 
 async def _check_streams(subject: EndpointSubject, num: int, *, is_chat: bool) -> None:
     """Require correct versions in ``num`` simultaneous streams, of which the last is a chat stream if ``is_chat``."""
-    for _ in range(_NUM_TRIES):  # on a busy machine, streams may end before the updates arrive
+    for number in range(_NUM_TRIES):  # on a busy machine, streams may end before the updates arrive
         published: dict[int, ReferenceWeights] = {}
+        num_tokens = _NUM_TOKENS << number
         await publish_next(subject, published)
-        streams = [_started_stream(subject, i) for i in range(num - is_chat)]
+        streams = [_started_stream(subject, i, num_tokens) for i in range(num - is_chat)]
         if is_chat:
-            streams.append(await _started_chat_stream(subject))
+            streams.append(await _started_chat_stream(subject, num_tokens))
         reading = [subject.begin(stream.read()) for stream in streams]
-        for _ in range(_NUM_STREAMED_UPDATES):
+        for i in range(_NUM_STREAMED_UPDATES):
             seen = [len(stream.chunks) for stream in streams]
             pairs = list(zip(streams, reading, seen, strict=True))
             while any(len(it.chunks) < count + _NUM_CHUNKS and not task.done() for it, task, count in pairs):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
-            await publish_next(subject, published, is_held_up=True)
+            await publish_next(subject, published, is_held_up=i % 2 == 1)
         await asyncio.gather(*reading)
         ended_early = ""
         for stream in streams:
@@ -306,14 +307,14 @@ async def _check_streams(subject: EndpointSubject, num: int, *, is_chat: bool) -
     fail(f"all tokens of {ended_early} have one version: it had ended before the first update")
 
 
-def _started_stream(subject: EndpointSubject, seed: int) -> _Stream:
-    num_tokens = min(_NUM_TOKENS, subject.context_len // 2)
+def _started_stream(subject: EndpointSubject, seed: int, num_tokens: int) -> _Stream:
+    num_tokens = min(num_tokens, subject.context_len // 2)
     request = subject.request(subject.prompt(seed=seed), max_tokens=num_tokens, seed=seed, stream=True)
     return _Stream(f"stream {seed}", request, subject.streaming.generate_stream(request))
 
 
-async def _started_chat_stream(subject: EndpointSubject) -> _Stream:
-    chat, as_ids = await _long_chat(subject, stream=True)
+async def _started_chat_stream(subject: EndpointSubject, num_tokens: int) -> _Stream:
+    chat, as_ids = await _long_chat(subject, num_tokens, stream=True)
     return _Stream("a chat stream", as_ids, _chunks_of_chat(subject, chat))
 
 
@@ -326,11 +327,11 @@ async def _chunks_of_chat(subject: EndpointSubject, chat: ChatCompletionRequest)
 
 
 async def _long_chat(
-    subject: EndpointSubject, *, stream: bool = False
+    subject: EndpointSubject, num_tokens: int = _NUM_TOKENS, *, stream: bool = False
 ) -> tuple[ChatCompletionRequest, GenerateRequest]:
     """Return a chat request that stays in flight during a few updates, and a request with the ids of its rendered
     messages."""
-    num_tokens = min(_NUM_TOKENS, subject.context_len // 2)
+    num_tokens = min(num_tokens, subject.context_len // 2)
     chat = subject.chat_request(max_tokens=num_tokens, ignore_eos=True, stream=stream)
     rendered = (await subject.endpoint.chat_completion(subject.chat_request(max_tokens=1))).prompt_token_ids
     return chat, subject.request(rendered).model_copy(update={"sampling": chat.sampling()})
