@@ -15,8 +15,8 @@ LEVEL = "weights"
 SPEC = LoraSpec(rank=3, alpha=4.0)
 """Rank and alpha of the LoRAs that checks publish. Their quotient is not an integer."""
 _LOWER, _RANK_STABILIZED = LoraSpec(rank=1, alpha=1.5), LoraSpec(rank=3, alpha=3.0, rslora=True)
-"""The settings of a LoRA that replaces one of a higher rank, and of one whose scale is alpha divided by the square root of the
-rank."""
+"""The settings of a LoRA that replaces one of a higher rank, and of one whose scale is alpha divided by the square root
+of the rank."""
 _FIRST, _SECOND = (".q_proj", ".down_proj"), (".q_proj", ".o_proj")
 """Suffixes of the names of the layers that the two LoRAs of a check change."""
 
