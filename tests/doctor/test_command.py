@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class GatedKind(WorkerKind):
-    """Workers of FSDP2; whoever makes one with other weights than the checkpoint's comes to the gate at ``gate``."""
+    """Creates FSDP2 workers, but waits at the gate ``gate`` before it creates one with changed weights."""
 
     def create(self, settings: Mapping[str, object]) -> Any:
         from inflight_fsdp import create_worker

@@ -367,7 +367,6 @@ def test_a_run_whose_only_attached_server_comes_back_goes_on(
     assert back["restored"] == [server.url]
 
 
-@pytest.mark.exhaustive  # one that waits for a server and then ends is in the next test
 def test_a_run_whose_attached_servers_stay_away_ends_with_how_each_was_lost(
     start_run: Callable[..., RunProcess], start_server: Start, model_dir: Path
 ) -> None:

@@ -62,7 +62,7 @@ def address(site: Path) -> Iterator[str]:
 def test_pages_fit_every_screen_and_ask_no_other_host(address: str) -> None:
     with browser() as chromium:
         for scheme, names, sizes in (
-            ("light", PAGES, ("desktop", "phone")),  # loading takes long, and a page is laid out anew in another size
+            ("light", PAGES, ("desktop", "phone")),  # loading takes long, and a loaded page adapts to another size
             ("dark", PAGES[:2], ("phone",)),
         ):
             context = chromium.new_context(viewport=SIZES[sizes[0]], color_scheme=scheme)

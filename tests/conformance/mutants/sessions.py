@@ -103,7 +103,7 @@ async def identifies_sessions_by_version(endpoint: EmbeddedEndpoint, own: Any, r
 
 
 @replaces("_updates._session.is_served")
-def tells_commits_apart_by_version(endpoint: EmbeddedEndpoint, own: Any, ref: UpdateRef) -> bool:
+def compares_commits_by_version(endpoint: EmbeddedEndpoint, own: Any, ref: UpdateRef) -> bool:
     served = endpoint._updates._session._served
     if ref.session_id and (ref.run_id, ref.version) == (served.run_id, served.version):
         return own(served)
@@ -201,10 +201,10 @@ MUTANTS = (
         remembering(8),
     ),
     Mutant(
-        "commits told apart by version",
+        "commits compared by version",
         "E-48",
         "A late commit of an aborted session succeeds once another session has committed the same version.",
-        tells_commits_apart_by_version,
+        compares_commits_by_version,
     ),
     Mutant(
         "refused calls renew",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from inflight.wire import Completion, CompletionChunk, GenerateRequest, InFlight
 
 LEVEL = "caches"
 _PREFIX_LENGTH = 64
-_NUM_TOKENS = 400
 _LONG_LENGTH = 1100
 """Length of a prompt that fills several pages on any engine; pages hold 16 to 1024 tokens."""
 _GROUP = 4
@@ -46,8 +45,6 @@ _UNSEEN = 987
 _CACHED = "what was cached for the prompt is used again"
 _NOT_CACHED = "the weights that the endpoint serves are not those of the update, whatever is cached"
 
-Answers = list[tuple[GenerateRequest, Completion]]
-
 
 class SentAnswer(NamedTuple):
     """A request, its completion, and the last version that had been published when the request was sent."""
@@ -55,6 +52,7 @@ class SentAnswer(NamedTuple):
     version: int
     request: GenerateRequest
     completion: Completion
+    was_aborted: bool = False
 
 
 @check("U-30", "updates", deadline_s=60)
@@ -251,77 +249,6 @@ def _long_prompt(subject: EndpointSubject) -> tuple[int, ...]:
     return subject.prompt(min(_LONG_LENGTH, subject.context_len * 5 // 8), seed=3)
 
 
-@check("U-31", "updates recompute spans", deadline_s=40)
-@look_at("whether the keys and values of running requests are dropped before sampling continues")
-async def recompute_under_new_weights(subject: EndpointSubject) -> None:
-    """Under recompute, running requests continue with keys and values recomputed under the new weights."""
-    await _swap(subject, InFlightPolicy.RECOMPUTE)
-
-
-@check("U-32", "updates keep spans", deadline_s=40)
-@look_at("whether something clears or preempts the cache during the pause, as a flush between updates does")
-async def keep_old_keys_and_values(subject: EndpointSubject) -> None:
-    """Under keep, running requests continue with the keys and values that older weights computed."""
-    await _swap(subject, InFlightPolicy.KEEP)
-
-
-async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
-    """Swap A for B while requests run; require that later logprobs are those that the policy prescribes."""
-    reference, other = subject.reference, subject.reference.perturbed("B")
-    answers = await answers_across_an_update(
-        subject, other, policy, num=2, num_tokens=_NUM_TOKENS, staged=subject.capabilities.staging
-    )
-    old = subject.publisher.version - 1
-    kept, recomputed = "the old keys and values kept", "all keys and values computed again"
-    gaps = {kept: 0.0, recomputed: 0.0}
-    num_after = 0
-    for request, completion in answers:
-        prompt, spans, ids = request.prompt_token_ids, completion.version_spans, completion.token_ids
-        versions = [span.version for span in spans]
-        require(versions == [old, old + 1], f"the update did not happen during the request: spans {spans}")
-        start = spans[1].start
-        num_after += len(ids) - start
-        versions_of = {old: reference.weights, old + 1: other}
-        expectations = {
-            kept: partial(reference.kept_logits, versions_of, spans, prompt, ids),
-            recomputed: partial(reference.logits, other, prompt, ids),
-        }
-        for name, logits_TV in expectations.items():
-            gaps[name] = max(gaps[name], subject.gap_to(logits_TV, request, completion, start))
-    subject.note(**{f"largest difference from {name}": gap for name, gap in gaps.items()}, tokens=num_after)
-    due, other_way = (kept, recomputed) if policy is InFlightPolicy.KEEP else (recomputed, kept)
-    require(
-        gaps[due] <= subject.tolerance,
-        f"after the swap, logprobs differ by up to {gaps[due]:.3g} from those with {due}, and by "
-        f"{gaps[other_way]:.3g} from those with {other_way}",
-    )
-
-
-async def answers_across_an_update(
-    subject: EndpointSubject,
-    weights: ReferenceWeights,
-    policy: InFlightPolicy,
-    *,
-    num: int,
-    num_tokens: int,
-    n: int = 1,
-    staged: bool = False,
-) -> Answers:
-    """Publish ``weights`` while requests for ``n`` completions each run; return all completions.
-
-    All of them end with tokens of the new version, unless even the longest requests tried were too short.
-    """
-    for length in subject.lengths(num_tokens):
-        running = await subject.start_running(num, max_tokens=length, n=n)
-        old = subject.publisher.version
-        await subject.publisher.publish(weights, in_flight=policy, staged=staged)
-        answers = [(request, completion) for request, task in running for completion in (await task).completions]
-        if all(completion.version_spans[-1].version > old for _, completion in answers):
-            break
-        await subject.publisher.publish(subject.reference.weights)
-    return answers
-
-
 @check("U-26", "updates", deadline_s=180)
 @look_at(
     "whether a client keys cached prefixes by a version that it remembers (ask the engine, compare with its answer), "
@@ -369,13 +296,15 @@ async def _publish_while_sampling(
             asked = await subject.ask((*prefix, 10 * i + 10), endpoint=client, max_tokens=4)
             await _require_nothing_stale(subject, before, after, *asked, f"{name}, after {kind.name} under {policy}")
         if answers and len(answers) > num_answers:
-            num_answers, (_, request, completion) = len(answers), answers[-1]
-            turn = [*request.prompt_token_ids, *completion.token_ids, *subject.prompt(3)][: subject.context_len - 4]
+            num_answers, latest = len(answers), answers[-1]
+            ended = (*latest.request.prompt_token_ids, *latest.completion.token_ids)
+            turn = [*ended, *subject.prompt(3)][: subject.context_len - 4]
             await _require_fresh(subject, turn, after, f"a second turn after {kind.name} under {policy}")
     over.set()
     await within(_ENDS_S, asyncio.gather(*running), f"the requests that ran during updates under {policy}")
-    for _, request, completion in answers[len(answers) - num_running :]:  # which ended after the last update
-        turn = [*request.prompt_token_ids, *completion.token_ids, *subject.prompt(3)][: subject.context_len - 4]
+    for answer in answers[len(answers) - num_running :]:  # which ended after the last update
+        ended = (*answer.request.prompt_token_ids, *answer.completion.token_ids)
+        turn = [*ended, *subject.prompt(3)][: subject.context_len - 4]
         await _require_fresh(
             subject, turn, chain.served, f"a second turn of a request that ran through {policy} updates"
         )
@@ -414,7 +343,24 @@ async def _until_sampling(clients: Sequence[InferenceEndpoint], running: Sequenc
     await asyncio.sleep(0.02)  # some tokens are sampled, so that the update happens during completions
 
 
-def recomputed_logits(
+def due_logits(
+    subject: EndpointSubject, published: Mapping[int, ReferenceWeights], answer: SentAnswer, policy: InFlightPolicy
+) -> Callable[..., torch.Tensor] | None:
+    """Return a function that takes a ``dtype`` and computes the logits [T, V] from which the policy prescribes that the
+    tokens of an answer are sampled; None if the answer does not determine them.
+
+    Under keep, they are not determined if the first token was sampled with a later version than the one under which the
+    request was sent: the beginning of the prompt may have been computed with the older weights.
+    """
+    reference, spans = subject.reference, answer.completion.version_spans
+    prompt, ids = answer.request.prompt_token_ids, answer.completion.token_ids
+    if policy is InFlightPolicy.KEEP:
+        is_determined = bool(spans) and spans[0].version == answer.version
+        return partial(reference.kept_logits, published, spans, prompt, ids) if is_determined else None
+    return partial(_recomputed_logits, reference, published, spans, prompt, ids) if spans else None
+
+
+def _recomputed_logits(
     reference: ReferenceCheckpoint,
     published: Mapping[int, ReferenceWeights],
     spans: Sequence[VersionSpan],
@@ -436,24 +382,20 @@ def _require_as_the_policy_says(
 ) -> None:
     """Require that the keys and values that each token attends to are those that the policy prescribes.
 
-    Under keep, a request is left out if its first token was sampled with a later version than the one under which it
-    was sent: the beginning of its prompt may have been computed with the older weights. With a large model, only as
-    many answers are judged as a few seconds allow, beginning with those that contain tokens from the most versions.
+    With a large model, only as many answers are judged as a few seconds allow, beginning with those that contain tokens
+    from the most versions.
     """
-    reference, largest, num_updated, num_judged = subject.reference, 0.0, 0, 0
+    largest, num_updated, num_judged = 0.0, 0, 0
     began = time.monotonic()
-    for version, request, completion in sorted(answers, key=lambda it: -len(it.completion.version_spans)):
+    for answer in sorted(answers, key=lambda it: -len(it.completion.version_spans)):
         if num_judged >= _FEWEST_JUDGED and time.monotonic() - began > _JUDGED_S:
             break
-        prompt, spans, ids = request.prompt_token_ids, completion.version_spans, completion.token_ids
-        if policy is InFlightPolicy.KEEP and spans[0].version != version:
+        if (logits_TV := due_logits(subject, published, answer, policy)) is None:
             continue
+        request, completion = answer.request, answer.completion
+        spans, ids = completion.version_spans, completion.token_ids
         num_updated += len(spans) > 1
         num_judged += 1
-        if policy is InFlightPolicy.KEEP:
-            logits_TV = partial(reference.kept_logits, published, spans, prompt, ids)
-        else:
-            logits_TV = partial(recomputed_logits, reference, published, spans, prompt, ids)
         gap = subject.gap_to(logits_TV, request, completion)
         largest = max(largest, gap)
         if gap <= subject.tolerance:

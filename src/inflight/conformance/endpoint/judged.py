@@ -124,10 +124,8 @@ class JudgedEndpoint(Subject):
 
         The experiments run once, and only the first message states their result in full.
         """
-        others, words = (
-            other_parameters(request.sampling for request in self._subject.asked),
-            "as after the first such failure",
-        )
+        others = other_parameters(request.sampling for request in self._subject.asked)
+        words = "as after the first such failure"
         if self._diagnosis is None:
             self._diagnosis = Diagnosis("")
             with contextlib.suppress(Exception):  # the endpoint is faulty

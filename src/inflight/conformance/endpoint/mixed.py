@@ -10,8 +10,6 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ import torch
 from inflight.base.shortened import shortened
 from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require
-from inflight.conformance.endpoint.caches import recomputed_logits
+from inflight.conformance.endpoint.caches import SentAnswer, due_logits
 from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
 from inflight.conformance.endpoint.scoring import require_scores_of_spans, score_the_end
@@ -54,15 +52,6 @@ _JUDGED_S = 10.0
 """For how many seconds answers are judged under each policy, beginning with those of the most versions."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    version: int
-    """The last version that had been published when the request was sent."""
-    request: GenerateRequest
-    completion: Completion
-    was_aborted: bool
-
-
 @check("U-75", "updates spans", deadline_s=180)
 @look_at("what differs between this request and one that runs alone: its neighbours, the updates, what ended early")
 async def mixed_requests(subject: EndpointSubject) -> None:
@@ -87,7 +76,7 @@ class _Traffic:
     ) -> None:
         self._subject, self._endpoints, self._chain, self._policy = subject, endpoints, chain, policy
         self._random = random.Random(f"{_SEED}-{policy}")
-        self._answers: list[_Answer] = []
+        self._answers: list[SentAnswer] = []
         self._free_ids: list[str] = []
         """Ids of requests that have ended."""
         self._is_over = False
@@ -176,7 +165,7 @@ class _Traffic:
             f"a request for {request.sampling.n} completions was answered with {len(completions)}",
         )
         self._free_ids.append(request.request_id)
-        self._answers += [_Answer(version, request, completion, was_aborted) for completion in completions]
+        self._answers += [SentAnswer(version, request, completion, was_aborted) for completion in completions]
 
     def _prompt(self) -> tuple[int, ...]:
         """Return a prompt that shares a prefix with others, or that continues a completion."""
@@ -219,10 +208,11 @@ class _Traffic:
         for answer in by_versions:
             if time.monotonic() - began > _JUDGED_S * subject.pace.slowness:
                 break
-            if (gap := self._gap(answer)) is not None:
+            if (logits_TV := due_logits(subject, self._chain.published, answer, self._policy)) is not None:
+                gap = subject.gap_to(logits_TV, answer.request, answer.completion)
                 largest, num_judged = max(largest, gap), num_judged + 1
                 if gap > subject.tolerance:
-                    self._fail(answer, gap)
+                    self._fail(answer, gap, logits_TV(dtype="float32"))
         words = {
             "answers": len(self._answers),
             "judged": num_judged,
@@ -235,7 +225,7 @@ class _Traffic:
         }
         subject.note(**{f"under {self._policy}": words})
 
-    def _require_ended(self, answer: _Answer) -> None:
+    def _require_ended(self, answer: SentAnswer) -> None:
         request, completion, reason = answer.request, answer.completion, answer.completion.finish_reason
         ids, sampling = completion.token_ids, request.sampling
         ends = set(sampling.stop_token_ids)
@@ -253,30 +243,9 @@ class _Traffic:
             f"{words} has {len(ids)} tokens, {len(completion.logprobs)} logprobs, and spans up to {num_spanned}",
         )
 
-    def _gap(self, answer: _Answer) -> float | None:
-        """Return the largest difference between logprobs and those that are due; None if they are not determined.
-
-        Under keep, a prompt may have been computed with older weights than the first token was sampled from.
-        """
-        spans = answer.completion.version_spans
-        if not spans:
-            return None
-        is_kept = self._policy is InFlightPolicy.KEEP
-        if is_kept and spans[0].version != answer.version:
-            return None
-        return self._subject.gap_to(self._due(answer), answer.request, answer.completion)
-
-    def _due(self, answer: _Answer) -> Callable[..., torch.Tensor]:
-        """Return what computes the logits that are due, in the dtype that it receives."""
-        reference, published, completion = self._subject.reference, self._chain.published, answer.completion
-        of_answer = completion.version_spans, answer.request.prompt_token_ids, completion.token_ids
-        if self._policy is InFlightPolicy.KEEP:
-            return partial(reference.kept_logits, published, *of_answer)
-        return partial(recomputed_logits, reference, published, *of_answer)
-
-    def _fail(self, answer: _Answer, gap: float) -> None:
+    def _fail(self, answer: SentAnswer, gap: float, logits_TV: torch.Tensor) -> None:
         request, completion = answer.request, answer.completion
-        exact_T = chosen(distribution(self._due(answer)(dtype="float32"), request.sampling), completion.token_ids)
+        exact_T = chosen(distribution(logits_TV, request.sampling), completion.token_ids)
         gaps_T = (torch.tensor(completion.logprobs, dtype=torch.float64) - exact_T).abs()
         wrong = (gaps_T > self._subject.tolerance).nonzero()[:, 0].tolist()
         spans = [(it.start, it.end, self._chain.published[it.version].label) for it in completion.version_spans]

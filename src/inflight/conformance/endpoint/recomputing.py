@@ -1,5 +1,5 @@
-"""Level ``caches``: whether recompute reaches every running request, and whether the random number sequence
-continues."""
+"""Level ``caches``: what running requests keep across an update: old keys and values, or none, and the random number
+sequence."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from inflight.conformance.checks import check, fail, look_at, require
-from inflight.conformance.endpoint.caches import answers_across_an_update
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import ReferenceWeights
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
@@ -17,6 +17,8 @@ from inflight.wire import Completion, GenerateRequest, InFlightPolicy
 LEVEL = "caches"
 _MANY, _N = 32, 2
 """Number of running completions, and how many of them belong to each request."""
+_NUM_SWAPPED = 400
+"""Number of tokens of the few requests whose keys and values are compared with both ways of computing them."""
 _NUM_TOKENS = 160
 """Number of tokens of each of many running requests: enough for each to still be running when the update arrives."""
 _PREFILLED, _PREFILLED_LENGTH, _TOKENS_BEHIND = 8, 1500, 6
@@ -27,6 +29,79 @@ _SHARES = (0.15, 0.35, 0.55, 0.75)
 """When the updates arrive, as fractions of the time that those requests take without an update."""
 _NUMBERS, _NUM_DRAWS, _TRIES = 4, 400, 6
 _FALSE_ALARM = 1e-6
+
+Answers = list[tuple[GenerateRequest, Completion]]
+
+
+@check("U-31", "updates recompute spans", deadline_s=40)
+@look_at("whether the keys and values of running requests are dropped before sampling continues")
+async def recompute_under_new_weights(subject: EndpointSubject) -> None:
+    """Under recompute, running requests continue with keys and values recomputed under the new weights."""
+    await _swap(subject, InFlightPolicy.RECOMPUTE)
+
+
+@check("U-32", "updates keep spans", deadline_s=40)
+@look_at("whether something clears or preempts the cache during the pause, as a flush between updates does")
+async def keep_old_keys_and_values(subject: EndpointSubject) -> None:
+    """Under keep, running requests continue with the keys and values that older weights computed."""
+    await _swap(subject, InFlightPolicy.KEEP)
+
+
+async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
+    """Swap A for B while requests run; require that later logprobs are those that the policy prescribes."""
+    reference, other = subject.reference, subject.reference.perturbed("B")
+    answers = await answers_across_an_update(
+        subject, other, policy, num=2, num_tokens=_NUM_SWAPPED, staged=subject.capabilities.staging
+    )
+    old = subject.publisher.version - 1
+    kept, recomputed = "the old keys and values kept", "all keys and values computed again"
+    gaps = {kept: 0.0, recomputed: 0.0}
+    num_after = 0
+    for request, completion in answers:
+        prompt, spans, ids = request.prompt_token_ids, completion.version_spans, completion.token_ids
+        versions = [span.version for span in spans]
+        require(versions == [old, old + 1], f"the update did not happen during the request: spans {spans}")
+        start = spans[1].start
+        num_after += len(ids) - start
+        versions_of = {old: reference.weights, old + 1: other}
+        expectations = {
+            kept: partial(reference.kept_logits, versions_of, spans, prompt, ids),
+            recomputed: partial(reference.logits, other, prompt, ids),
+        }
+        for name, logits_TV in expectations.items():
+            gaps[name] = max(gaps[name], subject.gap_to(logits_TV, request, completion, start))
+    subject.note(**{f"largest difference from {name}": gap for name, gap in gaps.items()}, tokens=num_after)
+    due, other_way = (kept, recomputed) if policy is InFlightPolicy.KEEP else (recomputed, kept)
+    require(
+        gaps[due] <= subject.tolerance,
+        f"after the swap, logprobs differ by up to {gaps[due]:.3g} from those with {due}, and by "
+        f"{gaps[other_way]:.3g} from those with {other_way}",
+    )
+
+
+async def answers_across_an_update(
+    subject: EndpointSubject,
+    weights: ReferenceWeights,
+    policy: InFlightPolicy,
+    *,
+    num: int,
+    num_tokens: int,
+    n: int = 1,
+    staged: bool = False,
+) -> Answers:
+    """Publish ``weights`` while requests for ``n`` completions each run; return all completions.
+
+    All of them end with tokens of the new version, unless even the longest requests tried were too short.
+    """
+    for length in subject.lengths(num_tokens):
+        running = await subject.start_running(num, max_tokens=length, n=n)
+        old = subject.publisher.version
+        await subject.publisher.publish(weights, in_flight=policy, staged=staged)
+        answers = [(request, completion) for request, task in running for completion in (await task).completions]
+        if all(completion.version_spans[-1].version > old for _, completion in answers):
+            break
+        await subject.publisher.publish(subject.reference.weights)
+    return answers
 
 
 @check("U-35", "updates recompute spans", deadline_s=60)

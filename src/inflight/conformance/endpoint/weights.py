@@ -27,6 +27,8 @@ _LARGE = 250.0
 """Logits that the largest checkpoints reach and that float32 cannot exponentiate."""
 _DEPTH, _VERY_DEEP = 300.0, 40_000.0
 """How far below 0 all logits are under two sets of weights."""
+_LOWERED = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+"""Tensors that lower all logits, if the model has them under these names and its head is not tied."""
 _TOP_K = 3
 _LOAD = "how received tensors are loaded: transposed, cast on the way, fused in another order, or left out"
 _REFUSE = "whether request_weight_update compares names, shapes and dtypes with the model before anything is paused"
@@ -161,29 +163,28 @@ async def large_logits(subject: EndpointSubject) -> None:
             half = reference.with_final_norm(factor / 2, f"A with its final norm times {factor / 2:g}")
             await subject.publisher.publish(half)
             await require_right_scores(subject, subject.prompt(24, seed=74), 1, "with unlikely tokens", half)
-        if not reference.is_tied:
-            tensors = dict(reference.weights.tensors)
-            lower_logits(tensors, _DEPTH)
-            low = ReferenceWeights(f"A with logits of about -{_DEPTH:g}", tensors)
+        if reference.weights.tensors.keys() >= _LOWERED:
+            low, very_low = (_with_low_logits(reference, depth) for depth in (_DEPTH, _VERY_DEEP))
             await subject.publisher.publish(low)
             await subject.require_serves(low, "with logits far below 0")
-            await _require_filtered_below(subject, _VERY_DEEP)
+            await _require_filtered(subject, very_low)
 
 
-async def _require_filtered_below(subject: EndpointSubject, depth: float) -> None:
-    """Require that a filter removes tokens even if all logits are about ``-depth``."""
-    reference, tensors = subject.reference, dict(subject.reference.weights.tensors)
+def _with_low_logits(reference: ReferenceCheckpoint, depth: float) -> ReferenceWeights:
+    tensors = dict(reference.weights.tensors)
     lower_logits(tensors, depth)
-    low = ReferenceWeights(f"A with logits of about -{depth:g}", tensors)
-    await subject.publisher.publish(low)
+    return ReferenceWeights(f"A with logits of about -{depth:g}", tensors)
+
+
+async def _require_filtered(subject: EndpointSubject, weights: ReferenceWeights) -> None:
+    """Require that a filter removes tokens under these weights."""
+    await subject.publisher.publish(weights)
     request, found = await subject.ask(max_tokens=24, top_k=_TOP_K)
-    logits_TV = reference.logits(low, request.prompt_token_ids, found.token_ids)
+    logits_TV = subject.reference.logits(weights, request.prompt_token_ids, found.token_ids)
     missing_T = logits_TV.topk(_TOP_K).values[:, -1] - chosen(logits_TV, found.token_ids)
     apart = float(missing_T.max())
-    subject.note(**{f"largest distance from the {_TOP_K} likeliest tokens, with logits of about -{depth:g}": apart})
-    words = (
-        f"with top_k={_TOP_K} and logits of about -{depth:g}, a token was sampled whose logit is {apart:.3g} too low"
-    )
+    subject.note(**{f"largest distance from the {_TOP_K} likeliest tokens under {weights.label}": apart})
+    words = f"with top_k={_TOP_K} under {weights.label}, a token was sampled whose logit is {apart:.3g} too low"
     require(apart < 1.0, words)  # float32 rounds such logits to multiples of 0.004
 
 

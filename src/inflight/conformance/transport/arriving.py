@@ -63,9 +63,8 @@ def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
     tensors += [packed[1:8], packed[100:220].reshape(10, 12), packed[400:900].view(torch.bfloat16), packed[999:]]
     receivers = t.form()
     _require_arrival(t, receivers, bucket_of(*tensors))
-    parts = torch.split(
-        torch.randn(600), [50, 100, 150, 300]
-    )  # these parts fill one buffer, but are not sent in its order
+    # Parts of one buffer that fill it, but are not sent in its order.
+    parts = torch.split(torch.randn(600), [50, 100, 150, 300])
     _require_arrival(t, receivers, bucket_of(parts[0], parts[2], parts[1], parts[3]))
     _require_arrival(t, receivers, bucket_of(*reversed(torch.split(torch.randn(600), 100))))
 

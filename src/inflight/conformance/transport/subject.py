@@ -178,9 +178,13 @@ class TransportSubject:
         """Return the update that was begun last, or that of another session with its version."""
         return UpdateRef(run_id=RUN_ID, version=self._version, session_id=session_id)
 
-    def begin(self, receivers: Sequence[WeightReceiver], *buckets: WeightBucket, session_id: str = "") -> None:
-        """Begin an update of these buckets on both sides, with a new version unless it has a session."""
-        self._version += not session_id
+    def begin(self, receivers: Sequence[WeightReceiver], *buckets: WeightBucket) -> None:
+        """Begin an update of these buckets, with a new version, on both sides."""
+        self._version += 1
+        self.begin_session("", receivers, *buckets)
+
+    def begin_session(self, session_id: str, receivers: Sequence[WeightReceiver], *buckets: WeightBucket) -> None:
+        """Begin an update of these buckets, with the version of the previous update, on both sides."""
         update = update_of(buckets, self._version, session_id)
         self.sender.begin(update)
         for receiver in receivers:
