@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -47,15 +49,24 @@ def name_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def faulty(name_file: Path) -> Iterator[Kit]:
-    with Kit(TransportTarget(factory=MAKE, options={"mutant_file": str(name_file)})) as kit:
-        yield kit
+def faulty(name_file: Path) -> Iterator[Callable[[str], Kit]]:
+    """Writes the name of a mutant, or "" for none, and returns a session of the kit for transports of its type."""
+    with ExitStack() as stack:
+
+        @functools.cache
+        def kit_of(transport: str) -> Kit:
+            return stack.enter_context(Kit(TransportTarget(factory=MAKE, options={"mutant_file": str(name_file)})))
+
+        def with_fault(name: str) -> Kit:
+            name_file.write_text(name)
+            return kit_of(MUTANTS[name].transport if name else "gloo")
+
+        yield with_fault
 
 
 @pytest.mark.parametrize("check", first_of_each(CHECKS, lambda check: check.level), ids=str)
-def test_gloo_conforms_even_where_it_insists_on_begin(check: Check, faulty: Kit, name_file: Path) -> None:
-    name_file.write_text("")
-    verdict = faulty.run(check)
+def test_gloo_conforms_even_where_it_insists_on_begin(check: Check, faulty: Callable[[str], Kit]) -> None:
+    verdict = faulty("").run(check)
     assert verdict.outcome is CheckOutcome.PASSED, verdict.message + verdict.stacks
     assert verdict.evidence
 
@@ -124,10 +135,8 @@ def test_a_second_process_of_the_kit_that_does_not_start_is_not_blamed_on_the_tr
 
 
 @pytest.mark.parametrize("name", first_of_each(MUTANTS, lambda name: BY_ID[MUTANTS[name].check].level))
-def test_a_fault_is_caught_by_its_check(name: str, faulty: Kit, name_file: Path) -> None:
-    mutant = MUTANTS[name]
-    name_file.write_text(name)
-    verdict = faulty.run(BY_ID[mutant.check])
+def test_a_fault_is_caught_by_its_check(name: str, faulty: Callable[[str], Kit]) -> None:
+    verdict = faulty(name).run(BY_ID[MUTANTS[name].check])
     assert verdict.outcome in (CheckOutcome.FAILED, CheckOutcome.HUNG), verdict.evidence
     assert verdict.message
     assert verdict.look_at
