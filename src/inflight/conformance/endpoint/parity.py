@@ -15,10 +15,10 @@ from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.parity.pair import Pair
 
 LEVEL = "parity"
-_NUM_PROMPTS = 8
-_NUM_TOKENS, _FEWEST_TOKENS = 96, 32
+_NUM_PROMPTS, _FEWEST_PROMPTS = 8, 3
+_NUM_TOKENS = 96
 _SAMPLE_S = 1.0
-"""How long a completion may take. On slow endpoints, completions are shorter."""
+"""How long a completion takes on endpoints that sample for all prompts; slower ones sample for fewer."""
 _DRIFT_UPDATES, _FEWEST_DRIFT_UPDATES, _DRIFT_S = 50, 20, 15.0
 
 
@@ -66,5 +66,5 @@ async def drift(subject: EndpointSubject) -> None:
 
 def _pair(subject: EndpointSubject) -> Pair:
     token_s = subject.pace.token_s
-    num_tokens = min(_NUM_TOKENS, max(_FEWEST_TOKENS, int(_SAMPLE_S / token_s))) if token_s else _NUM_TOKENS
-    return Pair(subject, subject.target.worker, {}, _NUM_PROMPTS, num_tokens)
+    share = min(1.0, _SAMPLE_S / (_NUM_TOKENS * token_s)) if token_s else 1.0
+    return Pair(subject, subject.target.worker, {}, max(_FEWEST_PROMPTS, int(_NUM_PROMPTS * share)), _NUM_TOKENS)

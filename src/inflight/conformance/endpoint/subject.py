@@ -210,9 +210,9 @@ class EndpointSubject:
 
     def lengths(self, num_tokens: int) -> list[int]:
         """Return lengths to try in turn, beginning with ``num_tokens`` or fewer, because an engine may be too fast for
-        the first length."""
+        the first length; the longest comes twice, because this process may have been held up during the first try."""
         first, longest = self.pace.shortened(num_tokens), self.remaining_tokens()
-        return [*(length for length in (first, 4 * first) if length < longest), longest]
+        return [*(length for length in (first, 4 * first) if length < longest), longest, longest]
 
     def request(self, prompt: Sequence[int] | None = None, *, stream: bool = False, **sampling: Any) -> GenerateRequest:
         """Return a request with a new id: by default 8 tokens from seed 7, with ignore_eos."""
