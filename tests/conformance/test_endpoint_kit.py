@@ -53,7 +53,10 @@ PATCHED = (
     (inflight.weights.receive.staging.Staging, "_receive_checked"),
     (inflight.engines.embedded.sequences.Sequence, "note_routed"),
     *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),
-    *((inflight.weights.receive.staging, name) for name in ("views_of", "read_part", "places_of", "checksum_as")),
+    *(
+        (inflight.weights.receive.staging, name)
+        for name in ("views_of", "read_part", "places_of", "checksum_as", "decode")
+    ),
 )
 """What mutants change for a whole process."""
 CHECK_OF_ID = {check.id: check for check in CHECKS}

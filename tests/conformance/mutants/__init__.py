@@ -18,6 +18,7 @@ from tests.conformance.mutants import (
     bases,
     caches,
     clients,
+    combined,
     control,
     discovery,
     drafts,
@@ -59,7 +60,7 @@ LEVELS = (
         releasing,
         moments,
     ),
-    *(weights, arrivals, bases, sharded, versions, caches, kinds, partials, clients, faults, http, parity),
+    *(weights, arrivals, bases, sharded, versions, caches, kinds, partials, clients, combined, faults, http, parity),
 )
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for level in LEVELS for mutant in level.MUTANTS}
 

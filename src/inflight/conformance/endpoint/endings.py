@@ -32,12 +32,14 @@ _FEWEST_COARSE_CASES = 3
 """Smallest number of completions that count where rounding decides whether a single one is repeated."""
 _MOST_SEEDS = 40
 """Maximum number of completions that are searched for a place at which to stop."""
+_LITERALLY_ABSENT = ("QUI", "q.i", " qui", "qui ")
+"""Stop strings that occur in the text of `_PAIRS` only without regard to case, as patterns, or without their spaces."""
 _NEVER, _SHORT = "\x00 never", "~"
 """Stop strings that never occur."""
 _LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
 """Characters of three bytes each; all the bytes are different."""
-_TEXT, _ENDS = "abcdefghijkl", "dk"
-"""A text that a model samples, and those of its bytes that end a sequence."""
+_TEXT, _ENDS = "abcdefghij\x00l", "d\x00"
+"""A text that a model samples, and those of its bytes that end a sequence. One of them is token 0."""
 _PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
 """Tokens of two letters each, and a part of their text that ends within the last token."""
 _NUM_STOP_STRINGS, _NUM_STOP_TOKENS = 6, 40
@@ -95,8 +97,8 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes any of its stop strings, even if the string ends within that token
     or each of its characters takes several tokens. That token is listed with its logprob, and the finish reason is
-    stop. A stop string that lies or begins in the prompt, or in an earlier part of the completion, does not end the
-    completion."""
+    stop. A stop string is matched literally; one that lies or begins in the prompt, or in an earlier part of the
+    completion, does not end the completion."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
@@ -144,11 +146,14 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
     endpoint = (await subject.fresh(reference.path)).endpoint
     prompt, ends = [token % reference.vocab_size for token in subject.prompt()], []
     for stop, where in ((_LONG_CHARACTERS, "takes three tokens for each character"), (_CUT, "ends within a token")):
-        for words in ((stop,), (_SHORT, stop), (stop, _SHORT)):
+        for words in ((stop,), (_SHORT, stop), (stop, _SHORT), (*_LITERALLY_ABSENT, stop)):
             asked = {"max_tokens": 48, "temperature": 0.0, "stop": words}
             found = await subject.generate(prompt, endpoint=endpoint, **asked)
             completing = _completing(reference.tokenizer, stop, found)
-            require(completing, f"the model samples {stop!r}, but {len(found.token_ids)} tokens do not contain it")
+            text = reference.tokenizer.decode(list(found.token_ids))
+            require(
+                completing, f"with the stop strings {words}, a completion of 48 tokens at most ended after {text!r}"
+            )
             what = f"stop string {stop!r}, which {where}, among {words}"
             _require_ended(found, completing, 48, what)
             ends.append(len(found.token_ids))
@@ -303,6 +308,9 @@ async def _require_every_end(subject: EndpointSubject) -> None:
         what, text = "one of several end-of-sequence tokens", bytes(token % 256 for token in found.token_ids)
         _require_ended(found, [end - begin - 1], 24, f"{what}, {_TEXT[end - 1]!r}, after {text!r}")
         begin = end
+    sampling: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "stop_token_ids": (0,)}
+    found = await subject.generate((1, 2), endpoint=endpoint, **sampling)
+    _require_ended(found, [found.token_ids.index(0)] if 0 in found.token_ids else [], 24, "stop token 0")
 
 
 @check("E-27", deadline_s=60, look_at="a default for max_tokens (OpenAI's is 16)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 
@@ -18,12 +19,20 @@ from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
 from inflight.conformance.endpoint.loras import SPEC as LORA
 from inflight.conformance.endpoint.loras import make_lora, merge_lora
 from inflight.conformance.endpoint.publishing import TRANSFER_TIMEOUT_S
+from inflight.conformance.endpoint.releasing import require_nothing_answered
 from inflight.conformance.endpoint.scoring import plain_request
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, SLOWNESS, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.contracts import ScoringEndpoint
-from inflight.errors import EndpointError, PoisonedError, TransferError, UpdateAbortedError, UpdateRefusedError
+from inflight.errors import (
+    EndpointError,
+    InflightError,
+    PoisonedError,
+    TransferError,
+    UpdateAbortedError,
+    UpdateRefusedError,
+)
 from inflight.wire import EndpointState, InFlightPolicy, ScoreResponse, WeightUpdate
 
 LEVEL = "faults"
@@ -168,7 +177,8 @@ async def abort_while_receiving(subject: EndpointSubject) -> None:
 )
 async def in_and_out(subject: EndpointSubject) -> None:
     """When applying an update fails, the commit raises PoisonedError, every request ends, and the endpoint is POISONED:
-    it refuses to generate, even after another update is aborted, until a complete update is served."""
+    it refuses to generate, even after another update is aborted or a new group is formed, until a complete update is
+    served."""
     reference, publisher = subject.reference, subject.publisher
     turns = [reference.with_final_norm(-1.0, "B"), reference.weights]
     await publisher.form_group()
@@ -180,10 +190,32 @@ async def in_and_out(subject: EndpointSubject) -> None:
         await _require_poisoned(subject, f"after {what}")
         await publisher.abort(await publisher.request(turns[i % 2]))
         await _require_poisoned(subject, f"after {what}, and after an update that was aborted")
+        if i == 0:
+            await _require_nothing_heals(subject, turns[1], f"after {what}")
         await _require_parts_refused(subject, turns[i % 2], f"after {what}")
         await publisher.publish(turns[i % 2])
         await subject.require_state(EndpointState.READY, f"after {what}, and after a complete update")
         await subject.require_serves(turns[i % 2], f"after {what}, and after a complete update")
+
+
+async def _require_nothing_heals(subject: EndpointSubject, weights: ReferenceWeights, when: str) -> None:
+    """Require that an endpoint with torn weights answers requests of no kind, and that neither the lease of an update
+    nor a new group nor a release of memory makes it READY."""
+    publisher = subject.publisher
+    await require_nothing_answered(subject, PoisonedError, when)
+    short_s = _SHORT_S * SLOWNESS.get()
+    await publisher.request(weights, lease_s=short_s)
+    await asyncio.sleep(1.5 * short_s)
+    await wait_until_settled(subject, f"{when}, and after a lease")
+    await _require_poisoned(subject, f"{when}, and after the lease of an update expired")
+    publisher.lose_group()
+    await publisher.form_group()
+    await _require_poisoned(subject, f"{when}, and after a new group was formed")
+    if subject.capabilities.releases_memory:
+        await subject.require_raises(subject.releasing.release_memory(), InflightError, f"{when}, a release of memory")
+        with contextlib.suppress(InflightError):
+            await subject.releasing.restore_memory()
+        await _require_poisoned(subject, f"{when}, and after a release of memory was refused")
 
 
 async def _require_parts_refused(subject: EndpointSubject, weights: ReferenceWeights, when: str) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pydantic
@@ -28,6 +29,8 @@ _CONTROL_ROUTES = tuple(route for route in routes.ROUTES if route.control)
 _NUM_STALLED = 60
 """Number of connections that send part of a request and then nothing."""
 _NUM_TRIES = 3
+_CHAT_TOKENS = 128
+"""More tokens than the kit's chats have when they are rendered."""
 _LONG_BODY_BYTES = 80 << 20
 _PIECE_BYTES = 1 << 18
 _PARSING = "whether bodies are validated as in docs/openapi.json before anything else, and errors have the OpenAI shape"
@@ -117,14 +120,25 @@ def _malformed(good: dict[str, Any], key: str) -> dict[str, bytes]:
         "bytes that are not text": b"\xff\xfe\x00{}",
         "a hundred thousand brackets": b"[" * 100_000,
         "an unknown key": json.dumps({**good, "unknown_key": 1}).encode(),
+        **_with_unknown_keys(good),
         f"{key} of another type": json.dumps({**good, key: {"no": "such"}}).encode(),
         f"{key} not a number": json.dumps(good).encode().replace(f'"{key}"'.encode(), f'"{key}": NaN, "x"'.encode()),
     }
 
 
+def _with_unknown_keys(good: dict[str, Any]) -> dict[str, bytes]:
+    """Return bodies with an unknown key in one of the objects that they contain."""
+    parts = {name: part for name, part in good.items() if isinstance(part, dict)}
+    return {
+        f"an unknown key in {name}": json.dumps({**good, name: {**part, "unknown_key": 1}}).encode()
+        for name, part in parts.items()
+    }
+
+
 @check("E-52", "url", deadline_s=60, look_at=_PARSING)
 async def malformed_bodies(subject: EndpointSubject) -> None:
-    """A malformed body, including one with an unknown key, is refused with a 4xx status and an ErrorBody."""
+    """A malformed body, including one with an unknown key at any depth, is refused with a 4xx status and an ErrorBody.
+    So are a body that is not JSON, and a request by a web page of another origin."""
     token = subject.opened.token
     generate = subject.request().model_dump(mode="json")
     ref = {"run_id": "check", "version": 1}
@@ -141,6 +155,16 @@ async def malformed_bodies(subject: EndpointSubject) -> None:
             require_error_body(answer, tuple(range(400, 500)), f"{route.path} with {what}", "invalid_request")
             num_refused += 1
     subject.note(refused=num_refused)
+    body = json.dumps(generate).encode()
+    for what, headers, statuses in (
+        ("a body of the type text/plain", {"content-type": "text/plain"}, (401, 415)),
+        ("a request by a web page of another origin", {"origin": "http://elsewhere.example"}, (401, 403)),
+    ):
+        named = {"content-length": str(len(body)), "authorization": "", **headers}
+        async with connection(subject) as (reader, writer):
+            writer.write(head(subject, "POST", routes.GENERATE.path, named) + body)
+            answer = await within(SLACK_S, read_answer(reader), f"the answer to {what}")
+        require_error_body(answer, statuses, what)
     await within(SLACK_S, subject.generate(), "a request after malformed ones")
 
 
@@ -176,18 +200,19 @@ async def long_body(subject: EndpointSubject) -> None:
 @check("E-54", "url", deadline_s=60)
 @look_at("whether the server watches for a disconnect while it generates, and cancels the request in the engine")
 async def cut_connections(subject: EndpointSubject) -> None:
-    """A request, plain or streamed, ends when its connection is cut.
+    """A request, plain or streamed, chat included, ends when its connection is cut.
 
     An equally long request that is not cut runs at the same time, or before the cut one if only one sequence is decoded
     at a time.
     """
     is_alone = subject.capabilities.max_concurrent_sequences < 2
     usual_s = await subject.seconds_to_fill_the_context() if is_alone else 0.0
-    for stream in (False, True) if subject.capabilities.streaming else (False,):
+    bodies = _bodies_to_cut(subject)
+    for what, path, body in bodies:
         for tries_left in reversed(range(_NUM_TRIES)):
             uncut = [] if is_alone else [task for _, task in await subject.start_running(1)]
             try:
-                await _cut(subject, uncut, usual_s / 2, stream=stream)
+                await _cut(subject, uncut, usual_s / 2, what, path, body())
                 break
             except CheckFailed:
                 ended = [task for task in uncut if task.done()]
@@ -202,25 +227,44 @@ async def cut_connections(subject: EndpointSubject) -> None:
         await until_running(subject, 0, SERVED_S, "a request that was cancelled was still being decoded")
 
 
+def _bodies_to_cut(subject: EndpointSubject) -> list[tuple[str, str, Callable[[], bytes]]]:
+    """Return the name, the path and the maker of the body of each kind of long request."""
+
+    def generate(stream: bool) -> bytes:
+        return subject.request(max_tokens=subject.remaining_tokens(), stream=stream).model_dump_json().encode()
+
+    def chat(stream: bool) -> bytes:
+        num_tokens = min(subject.context_len, subject.capabilities.max_model_len - _CHAT_TOKENS)
+        request = subject.chat_request(max_tokens=num_tokens, ignore_eos=True, stream=stream)
+        return request.model_dump_json().encode()
+
+    kinds = [("plain request", "stream", routes.GENERATE.path, generate)]
+    if subject.capabilities.chat and subject.capabilities.max_model_len >= 4 * _CHAT_TOKENS:
+        kinds.append(("chat completion", "chat stream", routes.CHAT_COMPLETIONS.path, chat))
+    bodies = [(f"a {name}", path, partial(make, False)) for name, _, path, make in kinds]
+    if subject.capabilities.streaming:
+        bodies += [(f"a {name}", path, partial(make, True)) for _, name, path, make in kinds]
+    return bodies
+
+
 async def _cut(
     subject: EndpointSubject,
     uncut: Sequence[asyncio.Task[GenerateResponse]],
     alone_s: float,
-    *,
-    stream: bool,
+    what: str,
+    path: str,
+    body: bytes,
 ) -> None:
     """Start a request, cut its connection, and require that the request ends soon: see `require_ended_early`."""
-    what = "a stream" if stream else "a plain request"
-    body = subject.request(max_tokens=subject.remaining_tokens(), stream=stream).model_dump_json().encode()
     async with connection(subject) as (reader, writer):
-        writer.write(head(subject, "POST", routes.GENERATE.path, {"content-length": str(len(body))}) + body)
+        writer.write(head(subject, "POST", path, {"content-length": str(len(body))}) + body)
         deadline = time.monotonic() + SLACK_S
         while (found := (await subject.endpoint.weight_version()).num_running) != 1 + len(uncut):
             late = time.monotonic() > deadline or any(task.done() for task in uncut)
             require(not late, f"{what} was not being decoded next to another request (num_running is {found})")
             await asyncio.sleep(0.005)
-        if stream:
-            await within(SLACK_S, reader.readline(), "the status line of a stream")
+        if "stream" in what:
+            await within(SLACK_S, reader.readline(), f"the status line of {what}")
     await require_ended_early(subject, uncut, alone_s, f"{what} whose connection was cut")
 
 
@@ -239,8 +283,13 @@ async def unknown_routes(subject: EndpointSubject) -> None:
 @check("E-56", "url")
 @look_at("whether a pause counts as unhealthy, so that a load balancer removes the server during every update")
 async def health(subject: EndpointSubject) -> None:
-    """/health responds with 200, the state and the version, both while the server is ready and while it is paused."""
+    """/health responds with 200, the state and the version, both while the server is ready and while it is paused.
+    /v1/models lists the reported model, and /metrics and /openapi.json respond with 200."""
     await require_healthy(subject, EndpointState.READY)
+    for path, part in (("/v1/models", json.dumps(subject.capabilities.model)), ("/metrics", ""), ("/openapi.json", "")):
+        answer = await answer_to(subject, "GET", path)
+        require(answer.status == 200, f"{path} responds with status {answer.status}: {answer.body[:200]!r}")
+        require(part.encode() in answer.body, f"{path} does not contain {part}: {answer.body[:200]!r}")
     if subject.missing("updates") is None:
         update = await subject.publisher.request(subject.reference.weights)
         try:

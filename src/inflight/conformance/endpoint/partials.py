@@ -195,11 +195,13 @@ async def only_those_requests_end(subject: EndpointSubject) -> None:
 
 
 async def _abort_several(subject: EndpointSubject, unknown: str) -> None:
-    """Require that one call aborts several requests, even if the first id belongs to no running request."""
+    """Require that one call aborts several requests, even if the first id belongs to no running request and another is
+    named twice."""
     requests = [subject.request(max_tokens=subject.remaining_tokens(), seed=70 + i) for i in range(3)]
     answers = [subject.begin(subject.endpoint.generate(request)) for request in requests]
     await subject.generate(max_tokens=_MEANWHILE)
-    ids = AbortRequests(request_ids=(unknown, *(request.request_id for request in requests)))
+    named = [request.request_id for request in requests]
+    ids = AbortRequests(request_ids=(unknown, *named, named[0]))
     await within(_LIMIT_S, subject.aborting.abort_requests(ids), "abort_requests of several requests")
     for answer in answers:
         (completion,) = (await within(SLACK_S, answer, "one of several requests that were aborted")).completions

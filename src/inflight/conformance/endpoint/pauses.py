@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import (
     require_all_sampled_from,
@@ -159,7 +160,8 @@ async def newcomers_wait(subject: EndpointSubject) -> None:
 
 @check("E-34", "updates drain", deadline_s=60, look_at=_DRAIN)
 async def drain_finishes_requests(subject: EndpointSubject) -> None:
-    """Under drain, running requests finish under the old weights before the pause is acknowledged; new ones wait."""
+    """Under drain, running requests finish under the old weights before the pause is acknowledged; new ones wait. A
+    request whose caller disconnects delays the pause no longer."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.context_len // 2)
     await publisher.form_group()
@@ -182,6 +184,21 @@ async def drain_finishes_requests(subject: EndpointSubject) -> None:
     require(not late[0][1].done(), "a request that arrived during the drain was answered before the update")
     await publisher.complete(update, other)
     await require_all_sampled_from(subject, other, late, "a request that arrived during the drain")
+    await _drain_what_is_cancelled(subject)
+
+
+async def _drain_what_is_cancelled(subject: EndpointSubject) -> None:
+    """Require that a drain ends once the callers of all running requests have disconnected."""
+    running = await subject.start_running(2)
+    update = subject.publisher.announcement(
+        subject.reference.weights, in_flight=InFlightPolicy.DRAIN, deadline_s=3 * SERVED_S * SLOWNESS.get()
+    )
+    subject.publisher.begin(update)
+    pausing = subject.begin(subject.endpoint.request_weight_update(update))
+    await asyncio.sleep(_ADMITTED_S)
+    await cancel_and_wait(*(task for _, task in running))
+    await within(SERVED_S, pausing, "a drain during which the callers of all running requests disconnected")
+    await subject.publisher.abort(update)
 
 
 async def _require_ended(running: Running, when: str) -> None:
@@ -206,10 +223,10 @@ async def _begin_stream(
     return request, chunks, reading
 
 
-@check("E-35", "updates drain", deadline_s=40, look_at=_DRAIN)
+@check("E-35", "updates drain", deadline_s=60, look_at=_DRAIN)
 async def drain_out_of_time(subject: EndpointSubject) -> None:
-    """A drain that takes longer than the update's deadline is refused, and every request continues; once all have
-    ended, new requests are served."""
+    """A drain that takes longer than the update's deadline is refused, even in the commit of a staged update, and every
+    request continues; once all have ended, new requests are served."""
     await subject.publisher.form_group()
     running = await subject.start_running(4, max_tokens=min(500, subject.context_len * 3 // 4))
     options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S}
@@ -220,6 +237,24 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
     await require_old_weights(subject, "after a drain was refused")
     await require_all_whole(running, "a request that ran while a drain was refused")
     await require_all_whole(subject.start(1, 16), "a request after those that a refused drain waited for had ended")
+    if subject.capabilities.staging:
+        await _drain_out_of_time_at_the_commit(subject)
+
+
+async def _drain_out_of_time_at_the_commit(subject: EndpointSubject) -> None:
+    """Require that a staged update whose commit cannot drain in time is over, and that every request continues."""
+    publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
+    options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S, "staged": True}
+    update = await publisher.request(other, **options)
+    await publisher.send_all(update, other)
+    running = await subject.start_running(2, max_tokens=min(500, subject.context_len * 3 // 4))
+    commit = subject.endpoint.commit_weight_update(update.ref)
+    await subject.require_refused(commit, "the commit of a staged update whose drain exceeds its deadline")
+    publisher.lose_group()
+    when = "after the commit of a staged update had not drained in time"
+    await require_all_whole(running, f"a request that ran {when}")
+    await require_all_whole(subject.start(1, 16), f"a request that was sent {when} and those before it had ended")
+    await require_old_weights(subject, when)
 
 
 @check("E-36", "updates abort", deadline_s=75)

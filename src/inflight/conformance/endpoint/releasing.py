@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from inflight.base.tasks import cancel_and_wait
-from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.aftermath import until_running
 from inflight.conformance.endpoint.http import require_healthy
 from inflight.conformance.endpoint.loras import SPEC as LORA
 from inflight.conformance.endpoint.loras import make_lora, merge_lora
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.endpoint.waiting import SERVED_S, within
+from inflight.conformance.endpoint.waiting import SERVED_S, until, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.contracts import ReleasingEndpoint, ScoringEndpoint
 from inflight.errors import BusyError, InflightError, ReleasedError, UnsupportedError
@@ -44,8 +44,29 @@ async def refused_while_busy(subject: EndpointSubject) -> None:
         for request, task in running:
             require(not task.done(), f"request {request.request_id} ended when a release was refused")
     await cancel_and_wait(*(task for _, task in running))
+    if subject.capabilities.streaming:
+        await until_running(subject, 0, SERVED_S, "cancelled requests still ran")
+        await _require_refused_during_a_stream(subject)
     if subject.missing("updates") is None:
         await _require_refused_during_updates(subject)
+
+
+async def _require_refused_during_a_stream(subject: EndpointSubject) -> None:
+    """Require that memory is not released while only a stream runs, and that the stream continues."""
+    request, chunks = subject.request(max_tokens=subject.remaining_tokens(), seed=78, stream=True), 0
+
+    async def read() -> None:
+        nonlocal chunks
+        async for _ in subject.streaming.generate_stream(request):
+            chunks += 1
+
+    reading = subject.begin(read())
+    await until(lambda: chunks, SERVED_S, "a stream gave no token", [reading])
+    async with _restored(subject.releasing):
+        await subject.require_raises(subject.releasing.release_memory(), BusyError, "a release while a stream runs")
+        seen = chunks
+        await until(lambda: chunks > seen, SERVED_S, "after a release was refused, a stream gave no token", [reading])
+    await cancel_and_wait(reading)
 
 
 async def _require_refused_during_updates(subject: EndpointSubject) -> None:
@@ -65,7 +86,8 @@ async def _require_refused_during_updates(subject: EndpointSubject) -> None:
 @look_at("whether generate and request_weight_update check the state, and whether other clients can see it")
 async def refuses_while_released(subject: EndpointSubject) -> None:
     """While memory is released, every client sees the state released and the version unchanged; requests raise
-    ReleasedError, updates are refused, and a repeated release changes nothing. /health responds with 200."""
+    ReleasedError, updates are refused, a weight group may be formed, and a repeated release changes nothing. /health
+    responds with 200."""
     before = await subject.endpoint.weight_version()
     await subject.publisher.form_group()
     async with _restored(subject.releasing):
@@ -79,17 +101,23 @@ async def refuses_while_released(subject: EndpointSubject) -> None:
             await subject.require_raises(
                 endpoint.generate(subject.request()), ReleasedError, "a request while memory is released"
             )
-        await _require_nothing_answered(subject)
+        await require_nothing_answered(subject, ReleasedError, "while memory is released")
         if subject.opened.url is not None:
             await require_healthy(subject, EndpointState.RELEASED)
         update = subject.publisher.announcement(subject.reference.perturbed("B"))
         await subject.require_refused(
             subject.endpoint.request_weight_update(update), "an update while memory is released"
         )
+        subject.publisher.lose_group()
+        try:
+            await subject.publisher.form_group()
+        except InflightError as error:
+            fail(f"no weight group could be formed while memory was released: {error}")
+        await subject.require_state(EndpointState.RELEASED, "after a weight group was formed while memory was released")
 
 
-async def _require_nothing_answered(subject: EndpointSubject) -> None:
-    """Require that streams, chats and scores raise `ReleasedError` too."""
+async def require_nothing_answered(subject: EndpointSubject, error: type[InflightError], when: str) -> None:
+    """Require that streams, chats and scores raise this error too."""
     can, endpoint = subject.capabilities, subject.endpoint
 
     async def stream() -> object:
@@ -101,10 +129,10 @@ async def _require_nothing_answered(subject: EndpointSubject) -> None:
     if can.chat:
         calls["a chat completion"] = lambda: endpoint.chat_completion(subject.chat_request())
     if can.scoring and isinstance(endpoint, ScoringEndpoint):
-        scored = ScoreRequest(request_id="scored while released", token_ids=subject.prompt())
+        scored = ScoreRequest(request_id=subject.request().request_id, token_ids=subject.prompt())
         calls["a score"] = lambda: endpoint.score(scored)
     for what, call in calls.items():
-        await subject.require_raises(call(), ReleasedError, f"{what} while memory is released")
+        await subject.require_raises(call(), error, f"{what} {when}")
 
 
 @check("E-66", "releases_memory updates", deadline_s=120)

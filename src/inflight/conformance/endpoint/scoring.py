@@ -176,7 +176,14 @@ async def refused_scores(subject: EndpointSubject) -> None:
         request = plain_request(subject, (1, 2), 1).model_copy(update={"candidates": ((3,),)})
         await subject.require_raises(_endpoint(subject).score(request), UnsupportedError, "candidates")
     await subject.require_state(EndpointState.READY, "after the refusals")
-    (response,) = await _scored(subject, [plain_request(subject, subject.prompt(), 1)])
+    largest = can.vocab_size - 1
+    request = plain_request(subject, (*subject.prompt(), largest), 1)
+    if can.candidates:
+        request = request.model_copy(update={"candidates": ((largest,),) * request.num_scored})
+    try:
+        (response,) = await _scored(subject, [request])
+    except InvalidRequestError as error:
+        fail(f"a score request with token id {largest} in a vocabulary of {can.vocab_size} was refused: {error}")
     subject.note(scored=len(response.logprobs))
 
 

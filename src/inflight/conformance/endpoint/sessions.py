@@ -24,8 +24,9 @@ _NUM_DRAINED = 150
 """Number of tokens of each request that a drain waits for."""
 _NUM_REPORTED = 16
 """Number of runs whose incarnations an endpoint reports."""
-_NUM_BETWEEN = 20
-"""Number of sessions that end before an earlier session is called again."""
+_NUM_BETWEEN, _NUM_UNOPENED = 20, 220
+"""Numbers of sessions that end, after or before they were requested, before an earlier session is called again.
+Endpoints remember 256."""
 _LEASE_S, _BETWEEN_S = 1.2, 0.1
 """Lease of an update during which late calls of another session arrive, and the time between them."""
 _NAMES = "whether run, version and session are remembered for open, served and ended updates"
@@ -33,8 +34,8 @@ _NAMES = "whether run, version and session are remembered for open, served and e
 
 @check("E-47", "updates", deadline_s=40, look_at=_NAMES)
 async def repeated_calls(subject: EndpointSubject) -> None:
-    """A call of a named session may be repeated: a request, a bucket that has arrived, a commit and an abort change
-    nothing the second time and get the same answer as the first time."""
+    """A call of a named session may be repeated: a request, a bucket, a commit and an abort change nothing the second
+    time and get the same answer as the first time, even while the first call is in progress."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, session_id="first", bucket_bytes=other.size_bytes // 2)
@@ -58,8 +59,30 @@ async def repeated_calls(subject: EndpointSubject) -> None:
     _require_same(answer, aborted, "an abort of the next session")
     _require_same(aborted, await _again(publisher.abort(second), "the abort"), "the abort")
     await subject.require_serves(other, "after a session that was aborted twice")
+    await _repeat_while_in_progress(subject)
     if InFlightPolicy.DRAIN in subject.capabilities.in_flight_policies:
         await _repeat_during_a_drain(subject)
+
+
+async def _repeat_while_in_progress(subject: EndpointSubject) -> None:
+    """Require that a bucket and a commit that are repeated while they are in progress wait for the same result."""
+    publisher, endpoint, weights = subject.publisher, subject.endpoint, subject.reference.weights
+    publisher.lose_group()
+    update = await publisher.request(weights, session_id="in-progress")
+    for index in range(len(update.buckets)):
+        transfer = publisher.transfer(update, index)
+        first = subject.begin(endpoint.receive_weights(transfer))
+        await asyncio.sleep(_BETWEEN_S)
+        second = subject.begin(endpoint.receive_weights(transfer.model_copy()))
+        await asyncio.sleep(_BETWEEN_S)
+        await publisher.send_only(publisher.bucket(update, weights, index))
+        for call in (first, second):
+            await _again(call, f"receive_weights of bucket {index} while it was arriving")
+    commits = [subject.begin(endpoint.commit_weight_update(update.ref)) for _ in range(2)]
+    answers = [await _again(commit, "a commit while it was in progress") for commit in commits]
+    _require_same(*answers, "a commit in progress")
+    publisher.version = update.version
+    await subject.require_serves(weights, "after a session whose calls were repeated while they were in progress")
 
 
 async def _repeat_during_a_drain(subject: EndpointSubject) -> None:
@@ -135,11 +158,12 @@ async def late_calls(subject: EndpointSubject) -> None:
         await publisher.abort(update)
     for i in range(_NUM_BETWEEN):
         await publisher.abort(await publisher.request(other, session_id=f"between-{i}"))
+    for i in range(_NUM_UNOPENED):
+        await publisher.abort(publisher.announcement(other, session_id=f"unopened-{i}"))
+    num_since = _NUM_BETWEEN + _NUM_UNOPENED
     for update, what in ((aborted, "aborted"), (overtaken, "aborted before it was requested")):
         requesting = endpoint.request_weight_update(update)
-        await subject.require_refused(
-            requesting, f"a request of a session that was {what}, {_NUM_BETWEEN} sessions ago,"
-        )
+        await subject.require_refused(requesting, f"a request of a session that was {what}, {num_since} sessions ago,")
     await require_old_weights(subject, "after the request of a session that was aborted long ago")
 
 

@@ -23,7 +23,10 @@ _GONE_S = 5.0
 """Maximum time from a caller's disconnection until no part of its request is running, in seconds."""
 _MOST_COMPLETIONS = 1024
 _MAX_SLOTS = 256
+_LONGEST_ID = 256
+"""Number of characters that the id of a request may have."""
 _MIXED: tuple[dict[str, Any], ...] = (
+    {"max_tokens": 1},
     {"temperature": 0.0},
     {"top_k": 2},
     {"top_p": 0.4},
@@ -123,6 +126,21 @@ async def refusals(subject: EndpointSubject) -> None:
         require(not reader.done(), "a stream ended when its id was used again")
         await cancel_and_wait(reader)
     await _require_waiting_id_in_use(subject)
+    await _require_whole_ids(subject)
+
+
+async def _require_whole_ids(subject: EndpointSubject) -> None:
+    """Require that two ids of the greatest length that differ only at their ends belong to different requests."""
+    requests = [
+        it.model_copy(update={"request_id": it.request_id.rjust(_LONGEST_ID, "-")})
+        for it in (subject.request(max_tokens=16, seed=i) for i in range(2))
+    ]
+    try:
+        responses = await asyncio.gather(*(subject.endpoint.generate(request) for request in requests))
+    except InvalidRequestError as error:
+        fail(f"of two concurrent requests with ids of {_LONGEST_ID} characters, one was refused: {error}")
+    for request, response in zip(requests, responses, strict=True):
+        _require_id(request, response)
 
 
 async def _require_waiting_id_in_use(subject: EndpointSubject) -> None:
@@ -190,13 +208,18 @@ async def neighbours(subject: EndpointSubject) -> None:
 
 async def _require_own_sampling(subject: EndpointSubject) -> None:
     """Require that each of several concurrent requests is sampled with its own parameters."""
-    asked = _MIXED if subject.capabilities.seeds else _MIXED[:1]
-    requests = [subject.request(subject.prompt(seed=i), max_tokens=16, seed=i, **it) for i, it in enumerate(asked)]
-    again = [subject.request(it.prompt_token_ids, max_tokens=16, seed=i, **asked[i]) for i, it in enumerate(requests)]
-    alone = [(await subject.endpoint.generate(request)).completions[0] for request in requests]
-    responses = await asyncio.gather(*(subject.endpoint.generate(request) for request in again))
-    pairs = [(one, response.completions[0]) for one, response in zip(alone, responses, strict=True)]
-    require_repeated(subject, pairs, "alone and among requests with other sampling parameters")
+    asked = _MIXED if subject.capabilities.seeds else ({"temperature": 0.0},)
+    for is_shared in (False, True):
+        prompts = [subject.prompt(seed=0 if is_shared else i) for i in range(len(asked))]
+        alone, again = (
+            [subject.request(prompt, **{"max_tokens": 16, "seed": i, **asked[i]}) for i, prompt in enumerate(prompts)]
+            for _ in range(2)
+        )
+        first = [(await subject.endpoint.generate(request)).completions[0] for request in alone]
+        responses = await asyncio.gather(*(subject.endpoint.generate(request) for request in again))
+        pairs = [(one, response.completions[0]) for one, response in zip(first, responses, strict=True)]
+        whose = "the same prompt" if is_shared else "other prompts"
+        require_repeated(subject, pairs, f"alone and among requests with {whose} and other sampling parameters")
 
 
 async def _require_idle(subject: EndpointSubject, call: str) -> None:

@@ -16,6 +16,7 @@ from inflight.conformance.endpoint.scoring import require_right_scores
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.models import lower_logits, make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen
+from inflight.contracts import ReleasingEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.wire import EndpointState, TensorSpec
 
@@ -203,7 +204,8 @@ def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
 @check("U-09", "updates", deadline_s=60)
 @look_at("whether the head keeps a copy of its own, packed or quantized, that the update does not reach")
 async def tied_head(subject: EndpointSubject) -> None:
-    """If the head is tied to the embedding, an update of the embedding changes both."""
+    """If the head is tied to the embedding, an update of the embedding changes both, also after memory was released and
+    restored."""
     if subject.reference.is_tied:
         reference, endpoint, publisher = subject.reference, subject.endpoint, subject.publisher
     else:
@@ -220,9 +222,16 @@ async def tied_head(subject: EndpointSubject) -> None:
     other = ReferenceWeights("A with every row of its embedding moved by one", turned)
     await publisher.publish(other)
     gap = subject.gap(other, *await subject.ask(endpoint=endpoint), reference=reference)
-    publisher.lose_group()
     subject.note(**{"largest logprob difference": gap})
     require(gap <= subject.tolerance, f"after an update of the embedding, logprobs differ by up to {gap:.3g}")
+    if isinstance(endpoint, ReleasingEndpoint) and (await endpoint.capabilities()).releases_memory:
+        await endpoint.release_memory()
+        await endpoint.restore_memory()
+        await publisher.publish(reference.weights)
+        gap = subject.gap(reference.weights, *await subject.ask(endpoint=endpoint), reference=reference)
+        what = "after memory was restored and the embedding updated again"
+        require(gap <= subject.tolerance, f"{what}, logprobs differ by up to {gap:.3g}")
+    publisher.lose_group()
 
 
 @check(
