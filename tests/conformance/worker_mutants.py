@@ -32,6 +32,7 @@ from inflight_fsdp.config import WorkerConfig, parse_config
 from inflight_fsdp.layout import ShardedTensor
 from inflight_fsdp.lora_worker import FsdpLoraWorker
 from inflight_fsdp.optimizer import global_norm, learning_rate_at
+from inflight_fsdp.rows import Row
 from inflight_fsdp.worker import FsdpWorker
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -1866,6 +1867,200 @@ class SettingsIgnored(FsdpWorker):
         return super().step()
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# Edges: second calls, zeros, and what happens between two calls
+
+
+class ManySegmentsMerged(FsdpWorker):
+    """Segments after the first 64 of a micro-batch are one segment."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        lengths = batch.segment_lengths
+        if len(lengths) > 64:
+            batch = replace(batch, segment_lengths=(*lengths[:64], sum(lengths[64:])))
+        return super().forward(batch)
+
+
+class LaterChunksUnlearned(FsdpWorker):
+    """Only the first 1,024 targets of a micro-batch have a gradient."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logprobs_T = super().forward(batch)
+        if logprobs_T.dim() == 2:
+            return logprobs_T
+        is_first_T = batch.loss_mask_T.cumsum(0) <= 1024
+        return torch.where(is_first_T, logprobs_T, logprobs_T.detach())
+
+
+class GatherClears(FsdpWorker):
+    """A gather clears the gradients, to free memory for its copies."""
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        self._parameters.clear_gradients()
+        return super().gather_weights(buckets)
+
+
+class WarmUpOfDecaysOnly(SteppedAtRate):
+    """The constant schedule has no warm-up."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        rate = self.rate()
+        result = super().step(settings)
+        return result if settings is not None else replace(result, learning_rate=rate)
+
+    def rate(self) -> float:
+        config = self._config
+        return config.learning_rate if config.schedule == "constant" else learning_rate_at(self._version, config)
+
+
+class WarmUpOfOneAtLeast(WarmUpOfDecaysOnly):
+    """A schedule without a warm-up decays as if it had one of a single step."""
+
+    def rate(self) -> float:
+        config = self._config
+        return learning_rate_at(self._version, config.model_copy(update={"warmup_steps": max(1, config.warmup_steps)}))
+
+
+class ZeroSettingsIgnored(FsdpWorker):
+    """A weight decay of 0 in the settings of a step stands for the worker's own."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        if settings is not None:
+            settings = replace(settings, weight_decay=settings.weight_decay or self._config.weight_decay)
+        return super().step(settings)
+
+
+class ZeroRateIgnored(FsdpWorker):
+    """A learning rate of 0 in the settings of a step stands for the worker's own."""
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        if settings is not None:
+            settings = replace(settings, learning_rate=settings.learning_rate or self._config.learning_rate)
+        return super().step(settings)
+
+
+class NoStepsNotResumed(FsdpWorker):
+    """The number of steps in a checkpoint is not loaded if it is 0."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        right = self._optimizer.resume
+        self._optimizer.resume = lambda states, count: right(states, count) if count else None  # type: ignore
+
+
+class TiedHeadScaledByLoad(FsdpWorker):
+    """After a load, a tied head scales its logits."""
+
+    _is_loaded = False
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        self._is_loaded = self._version > 0
+        super().load(path, optimizer=optimizer)
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        factor = math.sqrt(32) if self._is_loaded and is_tied(self) else 1.0
+        return super().forward(replace(batch, temperature_T=batch.temperature_T * factor))
+
+
+class OptimizerResetFirst(FsdpWorker):
+    """A load begins by resetting the optimizer, whether or not the checkpoint can be read."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        self._optimizer.reset()
+        super().load(path, optimizer=optimizer)
+
+
+class KeepsTheOldOne(FsdpWorker):
+    """A save does not remove the checkpoint that it replaces."""
+
+    def save(self, path: Path) -> None:
+        is_there = path.exists()
+        super().save(path)
+        if self.rank == 0 and is_there:
+            shutil.copytree(path, path.with_name(f".{path.name}.replaced"), dirs_exist_ok=True)
+
+
+class LoadedByThoseThatCan(FsdpWorker):
+    """A rank that cannot read a checkpoint does not keep the others from loading it."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        with replaced(checkpoint, first_failure=lambda failure, device, group=None: failure):
+            super().load(path, optimizer=optimizer)
+
+
+class LoadsDuringASave(FsdpWorker):
+    """A load does not wait for a save in the background."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        self._saves.wait = lambda: None  # type: ignore[method-assign]
+        super().load(path, optimizer=optimizer)
+        del self._saves.wait
+
+
+class SecondSaveDropped(FsdpWorker):
+    """A save in the background that begins during another one is dropped."""
+
+    def begin_save(self, path: Path) -> None:
+        if not self.save_pending:
+            super().begin_save(path)
+
+
+class LoadsWhileRead(FsdpWorker):
+    """A load does not wait for what is being read."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        wait = self._readers.wait
+        self._readers.wait = lambda what: None if what == "loading" else wait(what)  # type: ignore[method-assign]
+
+
+class WaitsForClosed(FsdpWorker):
+    """A step waits for a read that was closed early."""
+
+    def local_weights(self, buckets: Sequence[BucketSpec]) -> Generator[WeightBucket, None, None]:
+        reading = self._readers.reading()
+        vars(self).setdefault("never_collected", []).append(reading)
+        reading.__enter__()
+        yield from self._parameters.local(self.parameter_specs(), buckets)
+        reading.__exit__(None, None, None)
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        return super().step(settings)
+
+
+class LongMessagesCut(FsdpWorker):
+    """An exchange transfers no more than 4 KiB of each message."""
+
+    def exchange(self, message: bytes, timeout_s: float) -> Sequence[bytes]:
+        return super().exchange(message[:4096], timeout_s)
+
+
+class DropoutIgnored(FsdpLoraWorker):
+    """Dropout is configured but never applied."""
+
+    def __init__(self, config: WorkerConfig, *arguments: Any, **others: Any) -> None:
+        assert config.lora is not None
+        settings = config.lora.model_copy(update={"dropout": 0.0})
+        super().__init__(config.model_copy(update={"lora": settings}), *arguments, **others)
+
+
+class SameDropoutAgain(FsdpLoraWorker):
+    """Every forward pass applies the same dropout."""
+
+    def _compute(self, rows: Sequence[Row]) -> torch.Tensor:
+        self._num_forwards = 0
+        return super()._compute(rows)
+
+
+class SeedIgnored(FsdpLoraWorker):
+    """A new LoRA does not depend on the seed."""
+
+    def __init__(self, config: WorkerConfig, *arguments: Any, **others: Any) -> None:
+        assert config.lora is not None
+        settings = config.lora.model_copy(update={"seed": 0})
+        super().__init__(config.model_copy(update={"lora": settings}), *arguments, **others)
+
+
 MUTANTS = {
     "version_of_one": Mutant(VersionOfOne, "W-01", "a new worker is at version 1"),
     "specs_with_barrier": Mutant(
@@ -2137,4 +2332,44 @@ MUTANTS = {
     "pending_gradients_kept_by_weights": Mutant(
         PendingGradientsKeptByWeights, "W-44", "`load` keeps earlier gradients if it loads the weights alone"
     ),
+    "many_segments_merged": Mutant(
+        ManySegmentsMerged, "W-11", "segments after the first 64 of a micro-batch are one segment"
+    ),
+    "later_chunks_unlearned": Mutant(
+        LaterChunksUnlearned, "W-15", "only the first 1,024 targets of a micro-batch have a gradient"
+    ),
+    "gather_clears": Mutant(GatherClears, "W-33", "a gather clears the gradients"),
+    "warm_up_of_decays_only": Mutant(WarmUpOfDecaysOnly, "W-75", "the constant schedule has no warm-up"),
+    "warm_up_of_one_at_least": Mutant(
+        WarmUpOfOneAtLeast, "W-75", "a schedule without a warm-up decays as if it had one of a single step"
+    ),
+    "zero_settings_ignored": Mutant(
+        ZeroSettingsIgnored, "W-63", "a weight decay of 0 in the settings of a step stands for the worker's own"
+    ),
+    "zero_rate_ignored": Mutant(
+        ZeroRateIgnored, "W-63", "a learning rate of 0 in the settings of a step stands for the worker's own"
+    ),
+    "no_steps_not_resumed": Mutant(
+        NoStepsNotResumed, "W-36", "the number of steps in a checkpoint is not loaded if it is 0"
+    ),
+    "tied_head_scaled_by_load": Mutant(TiedHeadScaledByLoad, "W-35", "after a load, a tied head scales its logits"),
+    "optimizer_reset_first": Mutant(
+        OptimizerResetFirst, "W-40", "`load` resets the optimizer before it reads the checkpoint"
+    ),
+    "keeps_the_old_one": Mutant(KeepsTheOldOne, "W-41", "`save` does not remove the checkpoint that it replaces"),
+    "loaded_by_those_that_can": Mutant(
+        LoadedByThoseThatCan, "W-40", "`load` fails only on the ranks that cannot read the checkpoint", num_ranks=2
+    ),
+    "loads_during_a_save": Mutant(LoadsDuringASave, "W-77", "`load` does not wait for a save in the background"),
+    "second_save_dropped": Mutant(
+        SecondSaveDropped, "W-77", "`begin_save` does nothing if an earlier save is still in progress"
+    ),
+    "loads_while_read": Mutant(LoadsWhileRead, "W-72", "`load` changes boxes that are being read", num_ranks=2),
+    "waits_for_closed": Mutant(
+        WaitsForClosed, "W-72", "a step waits for a read that was closed early", num_ranks=2, hangs=True
+    ),
+    "long_messages_cut": Mutant(LongMessagesCut, "W-73", "messages are cut after 4 KiB", num_ranks=2),
+    "dropout_ignored": Mutant(DropoutIgnored, "W-50", "dropout is configured but not applied"),
+    "same_dropout_again": Mutant(SameDropoutAgain, "W-50", "every forward pass applies the same dropout"),
+    "seed_ignored": Mutant(SeedIgnored, "W-49", "a new LoRA does not depend on the seed"),
 }

@@ -28,12 +28,19 @@ _RATE, _WARMUP, _TOTAL = 1e-2, 2, 9
 _OPTIMIZER: Mapping[str, Any] = {"learning_rate": _RATE, "weight_decay": 0.1, "max_gradient_norm": 1.0}
 _SCHEDULE: Mapping[str, Any] = {"warmup_steps": _WARMUP, "schedule": "linear", "total_steps": _TOTAL}
 _DECAYS: Mapping[str, Callable[[float], float]] = {
+    "constant": lambda progress: 1.0,
     "linear": lambda progress: 1.0 - progress,
     "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
 }
 """By schedule, the share of the full learning rate that remains after a share of the decay."""
-_TAKEN = _TOTAL + 2
-"""Number of steps that are compared with a schedule."""
+_SCHEDULES: Mapping[str, Mapping[str, Any]] = {
+    "linear": _SCHEDULE,
+    "cosine": {**_SCHEDULE, "schedule": "cosine"},
+    "constant after a warm-up": {**_SCHEDULE, "schedule": "constant"},
+    "linear without a warm-up": {**_SCHEDULE, "warmup_steps": 0},
+}
+_TAKEN: Mapping[str, int] = {name: _TOTAL + 2 if name in _DECAYS else _WARMUP + 2 for name in _SCHEDULES}
+"""Number of steps that are compared with each schedule."""
 _TRUSTED = 20.0
 """An element is compared only if its gradient exceeds the root mean square of the tensor's gradient, multiplied by this
 factor and by the tolerance of gradients; the product of factor and tolerance is at most 1. AdamW divides by small
@@ -147,31 +154,31 @@ def a_step_is_one_of_adamw(subject: WorkerSubject) -> None:
 @check("W-75", deadline_s=40)
 @look_at(
     "the step that the schedule counts from, whether the rate is set before the optimizer's step or after it, the "
-    "progress of a cosine, and steps after the last one"
+    "progress of a cosine, steps after the last one, and a warm-up of no steps"
 )
 def the_rate_follows_the_schedule(subject: WorkerSubject) -> None:
-    """The step from version v has the learning rate of the schedule at v: the warm-up reaches the full rate with the
-    step numbered warmup_steps, and the decay, linear or cosine, begins with the following step, reaches zero at
-    total_steps and stays there."""
-    found = {name: _rates(subject, {**_SCHEDULE, "schedule": name}) for name in _DECAYS}
+    """The step from version v has the learning rate of the schedule at v: the warm-up, if any, reaches the full rate
+    with the step numbered warmup_steps, and the decay, linear or cosine, begins with the following step, reaches zero
+    at total_steps and stays there."""
+    found = {name: _rates(subject, schedule, _TAKEN[name]) for name, schedule in _SCHEDULES.items()}
     judged = {name: rates for name, rates in found.items() if rates is not None}
     subject.note(learning_rates=judged, refused=[name for name in found if name not in judged])
     if given := [name for name in (*_OPTIMIZER, *_SCHEDULE) if name in subject.target.options]:
         skip(f"the schedule is that of the options {', '.join(given)}")
     if not judged:
-        judged = {"constant": _rates(subject, {}) or []}
+        judged = {"none": _rates(subject, {}, _TOTAL) or []}
         subject.note(learning_rates=judged)
-    wanted = {name: [_rate_at(version, decay) for version in range(_TAKEN)] for name, decay in _DECAYS.items()}
-    full = wanted["constant"] = [_RATE] * _TAKEN
-    if all(_are_equal(rates, full) for rates in judged.values()):
+    wanted = {name: [_rate_at(version, it) for version in range(_TAKEN[name])] for name, it in _SCHEDULES.items()}
+    wanted["none"] = [_RATE] * _TOTAL
+    if all(_are_equal(rates, [_RATE] * len(rates)) for rates in judged.values()):
         skip("it has no schedule: every step has the full learning rate, whatever warmup_steps and schedule are")
     subject.note(expected={name: wanted[name] for name in judged})
     for name, rates in judged.items():
-        words = f"with the schedule {name}, the learning rates of {_TAKEN} steps are {rates}, not {wanted[name]}"
+        words = f"with the schedule {name}, the learning rates of {len(rates)} steps are {rates}, not {wanted[name]}"
         require(_are_equal(rates, wanted[name]), words)
 
 
-def _rates(subject: WorkerSubject, schedule: Mapping[str, Any]) -> list[float] | None:
+def _rates(subject: WorkerSubject, schedule: Mapping[str, Any], num_steps: int) -> list[float] | None:
     """Return the learning rates that the steps of a new worker report, or None if the worker refuses the schedule."""
     try:
         worker = subject.create(**_unless_given(subject, {**_OPTIMIZER, **schedule}))
@@ -179,14 +186,15 @@ def _rates(subject: WorkerSubject, schedule: Mapping[str, Any]) -> list[float] |
         if not schedule:
             raise
         return None
-    results = take_steps(worker, [make_batch((7,), seed=750 + number) for number in range(_TAKEN)])
+    results = take_steps(worker, [make_batch((7,), seed=750 + number) for number in range(num_steps)])
     return [result.learning_rate for result in results]
 
 
-def _rate_at(version: int, decay: Callable[[float], float]) -> float:
-    if version < _WARMUP:
-        return _RATE * (version + 1) / _WARMUP
-    return _RATE * decay(min(1.0, (version - _WARMUP) / (_TOTAL - _WARMUP)))
+def _rate_at(version: int, schedule: Mapping[str, Any]) -> float:
+    warmup, total = schedule["warmup_steps"], schedule["total_steps"]
+    if version < warmup:
+        return _RATE * (version + 1) / warmup
+    return _RATE * _DECAYS[schedule["schedule"]](min(1.0, (version - warmup) / (total - warmup)))
 
 
 def _are_equal(rates: Sequence[float], wanted: Sequence[float]) -> bool:

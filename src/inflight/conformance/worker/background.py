@@ -70,14 +70,16 @@ class _Hold:
 @check("W-77", deadline_s=60)
 @look_at(
     "tensors that the copy shares with the parameters, moments or counters; collectives of the save among those of "
-    "training; what save_pending and finish_save report while the save is still running"
+    "training; what save_pending and finish_save report while the save is still running; whether another save and a "
+    "load wait for it"
 )
 def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
     """Where a worker can save in the background, begin_save() saves the state at the time of the call, while training
     continues as if there were no save: the checkpoint has the weights, version and optimizer that save() would have
     written. save_pending is true until the save has ended, and finish_save() returns once it has ended, or at once if
-    none is pending; if its timeout is too short, finish_save() raises CheckpointError and may be called again. If the
-    save fails, one of the two raises CheckpointError, and a later save succeeds."""
+    none is pending; if its timeout is too short, finish_save() raises CheckpointError and may be called again. A
+    begin_save() or load() during a save waits for it. If the save fails, one of the two raises CheckpointError, and a
+    later save succeeds."""
     worker = create_scheduled(subject)
     if not isinstance(worker, BackgroundSavingWorker):
         skip("saving in the background is not supported: it is not a BackgroundSaver")
@@ -108,6 +110,32 @@ def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
         allowed = min(subject.tolerance.change, 2 * subject.tolerance.update)
         for other, weights in found.items():
             compare_changes(subject, saved, expected, weights, f"{other}, and {what}", relative=allowed)
+    _require_in_turn(subject, worker, directory)
+
+
+def _require_in_turn(subject: WorkerSubject, worker: BackgroundSavingWorker, directory: Path) -> None:
+    """Fail unless a second save and a load that are called during a save wait for it. All ranks call this."""
+    saved, version = gathered(worker), worker.version
+    first, second, third = (directory / name for name in ("first", "second", "third"))
+    calls = {
+        "begin_save() during another save": (first, partial(worker.begin_save, second), second),
+        "load() of what is being saved": (third, partial(worker.load, third), first),
+    }
+    for what, (path, call, loaded) in calls.items():
+        hold = _Hold(directory)
+        with listening(hold):
+            worker.begin_save(path)
+            hold.wait(worker)
+            threading.Timer(_SHORT_S, hold.release).start()
+            error = error_of(call)
+        worker.finish_save(_END_S)
+        subject.require_on_all_ranks(error is None, f"{what} raises {words_of(error)}")
+        error = error_of(partial(worker.load, loaded))
+        changed = differing(saved, gathered(worker))
+        subject.note(**{f"load after {what}": words_of(error)})
+        is_right = error is None and worker.version == version and not changed
+        words = f"after {what}, load() of a checkpoint raises {words_of(error)}, or loads other weights"
+        subject.require_on_all_ranks(is_right, words)
 
 
 def _require_failure_reported(subject: WorkerSubject, worker: BackgroundSaver, path: Path) -> None:

@@ -16,6 +16,10 @@ from inflight.conformance.worker.subject import VOCAB_SIZE
 from inflight.contracts import TrainerWorker
 from inflight.types import MicroBatch, StepResult
 
+OF_SEVERAL_CHUNKS = (290, 330, 240, 310)
+"""Lengths of segments that have more than 1,024 targets in total. A head that never holds all logits usually computes
+those of at most 1,024 targets at a time."""
+
 
 def make_batch(
     lengths: Sequence[int], seed: int, *, temperature: float | None = 1.0, targets: bool = True

@@ -31,20 +31,26 @@ _MOST_FILES = 16
 """Maximum number of files at which W-41 makes a save fail, one at a time."""
 
 
-@check("W-35", deadline_s=30)
+@check("W-35", deadline_s=40)
 @look_at(
     "weights must be saved in the dtype they are trained in; the version is part of the checkpoint; gathered or cast "
     "copies of parameters that outlive a forward pass without a backward pass"
 )
 def load_restores_weights_and_version(subject: WorkerSubject) -> None:
     """load() restores the weights, bit for bit, and the version that save() wrote; later forward passes use the loaded
-    weights."""
-    worker, path = create_scheduled(subject), subject.fresh_path("saved")
+    weights, tied or not."""
+    for tied in (False, True):
+        _require_restored(subject, tied=tied)
+
+
+def _require_restored(subject: WorkerSubject, *, tied: bool) -> None:
+    """Fail unless a load restores a worker's state, and forward passes use it. All ranks call this."""
+    worker, path = create_scheduled(subject, tied=tied), subject.fresh_path("saved-tied" if tied else "saved")
     _train(worker, subject, 0, 1)
     worker.save(path)
     saved = gathered(worker)
     _train(worker, subject, 2, 3)
-    before_T, new = _logprobs(worker, subject), create_scheduled(subject)
+    before_T, new = _logprobs(worker, subject), create_scheduled(subject, tied=tied)
     for name, other in {"a new worker": new, "the worker that continued": worker}.items():
         other.load(path)
         changed, version = differing(saved, gathered(other)), other.version
@@ -58,19 +64,20 @@ def load_restores_weights_and_version(subject: WorkerSubject) -> None:
     subject.note(**{"logprobs apart after the load": apart, "logprobs apart before the load": moved})
     subject.require_on_all_ranks(
         apart <= subject.tolerance.logprob,
-        f"logprobs of the worker that continued differ after the load by up to {apart:.2e} nats from those of a new "
-        f"worker that loaded the same checkpoint, and by up to {moved:.2e} nats before it",
+        f"logprobs of the worker that continued{' (tied)' if tied else ''} differ after the load by up to {apart:.2e} "
+        f"nats from those of a new worker that loaded the same checkpoint, and by up to {moved:.2e} nats before it",
     )
 
 
-@check("W-36", deadline_s=30)
+@check("W-36", deadline_s=40)
 @look_at(
     "the optimizer's moments and its count of steps, the schedule's position, gradients that save() clears or that it "
     "leaves out of the next step"
 )
 def training_continues_after_a_load(subject: WorkerSubject) -> None:
-    """load() restores the optimizer and the schedule: later steps are the same as without a save and a load. A save()
-    between backward() and step() changes nothing: the step uses the whole gradient."""
+    """load() restores the optimizer and the schedule: later steps are the same as without a save and a load, even if
+    the checkpoint was saved before the first step. A save() between backward() and step() changes nothing: the step
+    uses the whole gradient."""
     _require_gradients_kept(subject)
     steady, path = create_scheduled(subject), subject.fresh_path("resumed")
     _train(steady, subject, 0, 1)
@@ -95,6 +102,23 @@ def training_continues_after_a_load(subject: WorkerSubject) -> None:
             allowed = min(subject.tolerance.change, 2 * subject.tolerance.update)
             what = f"two steps of {name} after a load, and the same steps without it"
             compare_changes(subject, start, expected_weights, weights, what, relative=allowed)
+    _require_first_step_repeated(subject, steady)
+
+
+def _require_first_step_repeated(subject: WorkerSubject, worker: TrainerWorker) -> None:
+    """Fail unless ``worker``, which has taken steps, repeats the first step of a new one whose checkpoint it loads. All
+    ranks call this."""
+    new, path = create_scheduled(subject), subject.fresh_path("before-any-step")
+    new.save(path)
+    start = gathered(new)
+    worker.load(path)
+    for it in (new, worker):
+        _train(it, subject, 4)
+    expected, found = gathered(new), gathered(worker)
+    if subject.rank == 0:
+        what = "the first step of a new worker, and that of one that loaded its checkpoint after several steps"
+        allowed = min(subject.tolerance.change, 2 * subject.tolerance.update)
+        compare_changes(subject, start, expected, found, what, relative=allowed)
 
 
 @check(
@@ -142,22 +166,27 @@ def all_ranks_resume(subject: WorkerSubject) -> None:
 
 @check("W-40", deadline_s=60)
 @look_at(
-    "weights or counters that are replaced before everything has been read and validated; errors of the libraries "
-    "that read the files; tensors that keep their values because the file has none for them"
+    "weights, moments or counters that are replaced before everything has been read and validated; errors of the "
+    "libraries that read the files; tensors that keep their values because the file has none for them; ranks that do "
+    "not notify the others of a failure"
 )
 def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
     """load() of a missing or broken checkpoint raises CheckpointError and loads nothing. A checkpoint is broken if a
     file of tensors is truncated, lacks a tensor, or has a tensor of another shape. If another file is truncated or
-    empty, load() may instead load exactly what was saved."""
-    worker, good = subject.create(), subject.fresh_path("good")
+    empty, or only some ranks see the checkpoint, load() may instead load exactly what was saved."""
+    worker, good = create_scheduled(subject), subject.fresh_path("good")
     _train(worker, subject, 0)
     worker.save(good)
     saved = gathered(worker)
     damages = damages_of(good)
     subject.ranks.wait_for_all()
     _train(worker, subject, 1)
-    _require_refused(subject, worker, gathered(worker), subject.fresh_path("nowhere"), "a path with nothing at it")
-    for damage in damages:
+    nowhere = subject.fresh_path("nowhere")
+    seen, what = good if subject.rank == 0 else nowhere, "a checkpoint that only rank 0 sees"
+    if subject.world_size > 1 and not _is_refused_or_exact(subject, worker, gathered(worker), saved, seen, what):
+        _train(worker, subject, 1)
+    _require_refused(subject, worker, gathered(worker), nowhere, "a path with nothing at it")
+    for damage in sorted(damages, key=lambda damage: damage.must_be_refused):
         path, before = subject.fresh_path("broken"), gathered(worker)
         if subject.rank == 0:
             shutil.copytree(good, path)
@@ -168,16 +197,31 @@ def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
         elif not _is_refused_or_exact(subject, worker, before, saved, path, damage.what):
             _train(worker, subject, 1)
     require(any(damage.must_be_refused for damage in damages), "save() wrote no file that could be truncated")
+    _require_optimizer_kept(subject, worker)
+
+
+def _require_optimizer_kept(subject: WorkerSubject, worker: TrainerWorker) -> None:
+    """Fail unless a worker of version 2 that has refused loads takes the same step as one that has not. All ranks call
+    this."""
+    steady, before = create_scheduled(subject), gathered(worker)
+    _train(steady, subject, 0, 1)
+    for it in (steady, worker):
+        _train(it, subject, 2)
+    expected, found = gathered(steady), gathered(worker)
+    if subject.rank == 0:
+        what = "a step after loads that raised CheckpointError, and without them"
+        allowed = min(subject.tolerance.change, 2 * subject.tolerance.update)
+        compare_changes(subject, before, expected, found, what, relative=allowed)
 
 
 @check("W-41", deadline_s=60)
 @look_at(
     "write next to the old directory, rename once everything is on disk, notify the other ranks of a failure, also "
-    "where small files are written"
+    "where small files are written; remove the old directory and what failed saves have written"
 )
 def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None:
     """A save() that fails at any file, on any rank, raises CheckpointError on every rank, and the previous checkpoint
-    at its path stays complete. A later save() succeeds."""
+    at its path stays complete. A later save() succeeds, and leaves nothing else next to its path."""
     # The second save over the first fails because a limit keeps files smaller than the largest one.
     worker, path, earlier = subject.create(), subject.fresh_path("kept"), subject.fresh_path("kept-earlier")
     _train(worker, subject, 0)
@@ -291,6 +335,8 @@ def _fail_at_each_file(
     again.load(path)
     words = f"a save after failed ones of rank {failing} is loaded as version {again.version}, not 2"
     subject.require_on_all_ranks(again.version == 2, words)
+    left = sorted(file.name for file in directory.iterdir() if file != path)
+    subject.require_on_all_ranks(not left, f"a save after failed ones of rank {failing} leaves {left} next to its path")
 
 
 def _require_kept(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from inflight.conformance.checks import check, look_at, require, skip
-from inflight.conformance.worker.batches import every_target, loss_of, make_batch
+from inflight.conformance.worker.batches import OF_SEVERAL_CHUNKS, every_target, loss_of, make_batch
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
@@ -26,9 +26,6 @@ noticeable."""
 _DEPTH = 300.0
 """How far below 0 all logits of one checkpoint are: the exponential of -104 is 0 in float32."""
 _COLDEST = 0.05
-_OF_SEVERAL_CHUNKS = (290, 330, 240, 310)
-"""Lengths of segments that have more than 1,024 targets in total. A head that never holds all logits usually computes
-those of at most 1,024 targets at a time."""
 
 
 @check("W-04")
@@ -58,7 +55,7 @@ def logprobs_of_a_tied_model(subject: WorkerSubject) -> None:
 def each_token_has_its_own_temperature(subject: WorkerSubject) -> None:
     """Each logprob is at its token's own temperature: the log softmax of the logits divided by the temperature, however
     many targets a micro-batch has."""
-    batch = every_target(make_batch(_OF_SEVERAL_CHUNKS, seed=3, temperature=None))
+    batch = every_target(make_batch(OF_SEVERAL_CHUNKS, seed=3, temperature=None))
     batch.temperature_T[::3], batch.temperature_T[1::3] = _COLDEST, 5.0
     plain = ReferenceModel(subject.model()).logprobs(replace(batch, temperature_T=torch.ones(batch.num_tokens)))
     found = subject.create().forward(batch).detach().double()

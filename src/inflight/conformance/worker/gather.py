@@ -113,12 +113,30 @@ def a_step_leaves_what_was_gathered(subject: WorkerSubject) -> None:
     require(not changed, f"steps changed tensors that had been yielded: {changed}")
 
 
-@check("W-33")
-@look_at("a copy kept from an earlier gather; parameters that a forward before the step left unsharded")
+@check("W-33", deadline_s=30)
+@look_at(
+    "a copy kept from an earlier gather; parameters that a forward before the step left unsharded; gradients that a "
+    "gather clears"
+)
 def every_gather_is_fresh(subject: WorkerSubject) -> None:
     """After a step, gather_weights() yields the weights of that step, and forward() computes with them, even if
-    either was called before the step."""
+    either was called before the step. A gather between backward() and step() does not change the gradient."""
     _compare_with_forward(subject, tied=False, gather_first=True)
+    _require_gradients_kept(subject)
+
+
+def _require_gradients_kept(subject: WorkerSubject) -> None:
+    """Fail unless gradients survive a gather. All ranks call this."""
+    pairs = [
+        [make_batch((11, 6), seed=330 + share), make_batch((14,), seed=340 + share)]
+        for share in range(subject.data_size)
+    ]
+    worker = subject.create()
+    for batch in pairs[subject.data_rank]:
+        accumulate(worker, [batch])
+        gathered(worker)
+    expected = ReferenceModel(subject.model()).gradient_norm([batch for pair in pairs for batch in pair])
+    subject.compare_norm(worker, expected, "a step with a gather after each backward()")
 
 
 def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: bool = False) -> None:

@@ -9,7 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.worker.batches import accumulate, loss_of, make_batch, part_of
+from inflight.conformance.worker.batches import (
+    OF_SEVERAL_CHUNKS,
+    accumulate,
+    every_target,
+    loss_of,
+    make_batch,
+    part_of,
+)
 from inflight.conformance.worker.gathering import compare_changes, gathered
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import WorkerSubject
@@ -21,14 +28,14 @@ LENGTHS = (9, 4, 17, 1, 6, 23)
 _AVERAGES = "an average instead of a sum, a weight per rank or micro-batch, gradients scaled twice"
 
 
-@check("W-15")
+@check("W-15", deadline_s=30)
 @look_at(
     "gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward(), and by "
-    "temperatures"
+    "temperatures; the backward pass of a head that is computed in chunks"
 )
 def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
-    """The gradient of a loss is the one that autograd computes, at any temperatures, and the reported norm is that
-    before clipping."""
+    """The gradient of a loss is the one that autograd computes, at any temperatures and for any number of targets, and
+    the reported norm is that before clipping."""
     # Norms below and above the usual thresholds of clipping.
     reference = ReferenceModel(subject.model())
     batches = [make_batch((17,), seed=30 + rank, temperature=None) for rank in range(subject.data_size)]
@@ -36,6 +43,10 @@ def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
         worker = subject.create()
         accumulate(worker, [batches[subject.data_rank]], scale)
         subject.compare_norm(worker, reference.gradient_norm(batches, scale), f"{name} loss")
+    batches[0] = every_target(make_batch(OF_SEVERAL_CHUNKS, seed=35, temperature=None))
+    worker = subject.create()
+    accumulate(worker, [batches[subject.data_rank]])
+    subject.compare_norm(worker, reference.gradient_norm(batches), f"{int(batches[0].loss_mask_T.sum())} targets")
 
 
 @check("W-16", look_at="a head that is computed from a copy or a detached weight; two parameters in place of one")

@@ -86,10 +86,11 @@ def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
     subject.ranks.wait_for_all()
 
 
-@check("W-49", look_at="the names that PEFT saves, pairs of A and B, and whether anything else is listed or gathered")
+@check("W-49")
+@look_at("the names that PEFT saves, pairs of A and B, whether anything else is listed or gathered, and the seed of A")
 def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
-    """A worker that trains a LoRA gathers A and B of the configured layers, and nothing else; a new LoRA has a B of
-    zeros and changes nothing."""
+    """A worker that trains a LoRA gathers A and B of the configured layers, and nothing else; a new LoRA has an A that
+    depends on the seed and a B of zeros, and changes nothing."""
     worker = _lora_worker(subject)
     spec, specs = _spec(worker), {tensor.name: tuple(tensor.shape) for tensor in worker.parameter_specs()}
     settings = _settings(subject)
@@ -105,7 +106,7 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
     require(not lost, f"tensors of the LoRA that are not listed: {shortened(lost, 3)}")
     require(not more, f"{len(more)} listed tensors do not belong to the LoRA: {shortened(more, 3)}")
     require(specs == wanted, f"shapes are {specs}, not {wanted}")
-    found = gathered(worker)
+    found, others = gathered(worker), gathered(_lora_worker(subject, seed=settings.seed + 1))
     if subject.rank == 0:
         require(
             found.keys() == specs.keys(), f"the gathered tensors are not the listed ones: {shortened(sorted(found), 3)}"
@@ -114,17 +115,21 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
         require(not filled, f"B of a new LoRA is not zero: {shortened(filled, 3)}")
         empty = [name for name, tensor in found.items() if "lora_A" in name and not bool(tensor.any())]
         require(not empty, f"A of a new LoRA is zero, so neither half would ever learn: {shortened(empty, 3)}")
+        same = [name for name, tensor in found.items() if "lora_A" in name and torch.equal(tensor, others[name])]
+        require(not same, f"A of a new LoRA is the same with another seed: {shortened(same, 3)}")
 
 
 @check("W-50", deadline_s=60)
 @look_at(
     "whether A, B and their moments are saved and read, and whether load resets the count of dropout draws; `adapter/` "
-    "must contain A and B under PEFT's names, with a `lora_alpha` that PEFT divides by the rank"
+    "must contain A and B under PEFT's names, with a `lora_alpha` that PEFT divides by the rank; a model in eval mode, "
+    "whose dropout does nothing"
 )
 def a_lora_resumes(subject: WorkerSubject) -> None:
     """A worker that trains a LoRA resumes from its checkpoint: the LoRA is restored bit for bit, and later steps are
-    the same as without a save and a load, dropout included. A save changes no weights. The LoRA is stored next to the
-    checkpoint in PEFT's format, with the rank, scale and layers in adapter_config.json."""
+    the same as without a save and a load, dropout included: each forward pass with gradients draws its own, and others
+    have none. A save changes no weights. The LoRA is stored next to the checkpoint in PEFT's format, with the rank,
+    scale and layers in adapter_config.json."""
     steady, path = _lora_worker(subject, dropout=_DROPOUT), subject.fresh_path("lora-resumed")
     batches = [make_batch(_LENGTHS, seed=500 + 10 * n + subject.data_rank) for n in range(4)]
     take_steps(steady, batches[:2])
@@ -154,6 +159,25 @@ def a_lora_resumes(subject: WorkerSubject) -> None:
             compare_changes(subject, saved, expected, found, f"two steps of {name} after a load, and without it")
     if isinstance(new, BackgroundSavingWorker):
         _require_saved_in_the_background(subject, new, steady, batches[:1])
+    _require_dropout(subject)
+
+
+def _require_dropout(subject: WorkerSubject) -> None:
+    """Fail unless forward passes with gradients, and only those, each draw their own dropout. All ranks call this."""
+    worker, batch = _noticeable_worker(subject, dropout=_DROPOUT), make_batch(_LENGTHS, seed=540 + subject.data_rank)
+    take_steps(worker, [batch])
+    with torch.no_grad():
+        plain_T, again_T = worker.forward(batch), worker.forward(batch)
+    first_T, second_T = (worker.forward(batch).detach() for _ in range(2))
+    pairs = {"without gradients": (plain_T, again_T), "with": (first_T, plain_T), "with, again": (second_T, first_T)}
+    apart = {name: float((one - other).abs().max()) for name, (one, other) in pairs.items()}
+    subject.note(**{f"logprobs moved by dropout ({name})": difference for name, difference in apart.items()})
+    words = f"with a dropout of {_DROPOUT}, logprobs of forward passes with gradients differ by up to"
+    has_dropout = apart["with"] > 0 and apart["with, again"] > 0
+    words = f"{words} {apart['with']:.2e} nats from those without, and {apart['with, again']:.2e} from one another"
+    subject.require_on_all_ranks(has_dropout, words)
+    words = f"logprobs of forward passes without gradients differ by up to {apart['without gradients']:.2e} nats"
+    subject.require_on_all_ranks(apart["without gradients"] <= subject.tolerance.logprob, words)
 
 
 def _require_saved_in_the_background(
@@ -268,9 +292,9 @@ def _require_adapter(subject: WorkerSubject, path: Path, saved: Weights, spec: L
     require(not strange, f"{words} {shortened(sorted(strange), 3)}")
 
 
-def _lora_worker(subject: WorkerSubject, dropout: float = 0.0) -> TrainerWorker:
+def _lora_worker(subject: WorkerSubject, *, dropout: float = 0.0, seed: int = SETTINGS.seed) -> TrainerWorker:
     """Return a new worker with the option ``lora``; skip the check if the worker cannot be created."""
-    settings = _settings(subject).model_copy(update={"dropout": dropout})
+    settings = _settings(subject).model_copy(update={"dropout": dropout, "seed": seed})
     try:
         worker = subject.create(lora=settings.model_dump())
     except (ConfigError, UnsupportedError) as error:
@@ -280,7 +304,7 @@ def _lora_worker(subject: WorkerSubject, dropout: float = 0.0) -> TrainerWorker:
     return worker
 
 
-def _noticeable_worker(subject: WorkerSubject) -> TrainerWorker:
+def _noticeable_worker(subject: WorkerSubject, *, dropout: float = 0.0) -> TrainerWorker:
     """Return a new worker whose steps change the target layers by a few percent of their size, at any learning rate."""
     worker = _lora_worker(subject)
     take_steps(worker, [make_batch(_LENGTHS, seed=490 + subject.data_rank)])
@@ -294,7 +318,8 @@ def _noticeable_worker(subject: WorkerSubject) -> TrainerWorker:
     (scale, *_) = subject.ranks.exchange(scale)
     require(scale, "a step changes nothing: the product of A and B is still zero")
     settings = _settings(subject)
-    return subject.create(lora=settings.model_copy(update={"alpha": settings.rank * scale}).model_dump())
+    noticeable = {"alpha": settings.rank * scale, "dropout": dropout}
+    return subject.create(lora=settings.model_copy(update=noticeable).model_dump())
 
 
 def _spec(worker: TrainerWorker) -> LoraSpec:

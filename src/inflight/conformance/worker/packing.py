@@ -26,12 +26,18 @@ from inflight.types import MicroBatch
 
 LEVEL = "packing"
 LENGTHS = (9, 4, 17, 1, 26)
+_MANY = (2, 3, 1) * 100
+"""Lengths of more segments than a byte can number."""
 
 
 @check("W-11")
-@look_at("position ids that start at 0 in each segment, the mask between segments, per-token temperatures")
+@look_at(
+    "position ids that start at 0 in each segment, the mask between segments, per-token temperatures, limits on the "
+    "number of segments"
+)
 def packed_equals_separate(subject: WorkerSubject) -> None:
-    """A segment's logprobs are the same whether it is packed with others or alone."""
+    """A segment's logprobs are the same whether it is packed with others or alone, and however many others there
+    are."""
     worker, batch = subject.create(), make_batch(LENGTHS, seed=11, temperature=None)
     with torch.no_grad():
         together_T = worker.forward(batch)
@@ -43,6 +49,14 @@ def packed_equals_separate(subject: WorkerSubject) -> None:
         max(differences) <= subject.tolerance.logprob,
         f"a segment's logprobs differ by up to {max(differences):.2e} nats when others are packed with it",
     )
+    batch = make_batch(_MANY, seed=16, temperature=None)
+    with torch.no_grad():
+        there_T, back_T = worker.forward(batch), worker.forward(part_of(batch, range(len(_MANY))[::-1]))
+    again_T = torch.cat([back_T[rows] for rows in segment_rows(_MANY[::-1])[::-1]])
+    difference = float((there_T - again_T).abs().max())
+    subject.note(**{f"largest difference of {len(_MANY)} segments in reverse order": difference})
+    words = f"logprobs of {len(_MANY)} segments differ by up to {difference:.2e} nats when their order is reversed"
+    require(difference <= subject.tolerance.logprob, words)
 
 
 @check("W-12")

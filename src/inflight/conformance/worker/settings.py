@@ -24,6 +24,7 @@ _SETTINGS = (
     AdamSettings(learning_rate=1e-2, betas=(0.5, 0.8), eps=1e-3, weight_decay=0.5, max_gradient_norm=0.5),
     AdamSettings(learning_rate=5e-2, betas=(0.8, 0.999), eps=3e-2, max_gradient_norm=1e6),
     AdamSettings(learning_rate=2e-2, betas=(0.9, 0.9), eps=1e-2, weight_decay=0.1),
+    AdamSettings(learning_rate=0.0, betas=(0.9, 0.9), eps=1e-2, weight_decay=0.1),
 )
 """Every setting changes between the steps. The epsilons are large, because Adam divides by them where gradients are
 small."""
@@ -37,13 +38,13 @@ _MORE = 100.0
 
 @check("W-63", deadline_s=50)
 @look_at(
-    "settings that are read once, when the optimizer is created; a clip, decay or schedule of the worker's own; "
-    "settings that later steps use too"
+    "settings that are read once, when the optimizer is created; a clip, decay or schedule of the worker's own, also "
+    "where a setting is 0; settings that later steps use too"
 )
 def steps_take_settings(subject: WorkerSubject) -> None:
     """Where a worker accepts settings with each step, a step uses those alone: the weights are those that AdamW in
     float64 gives with the same settings. A later step without settings uses the worker's own."""
-    worker = subject.create()
+    worker = _create_with_own_settings(subject) or subject.create()
     if not _is_adjustable(worker):
         skip("takes_step_settings is not supported")
     batches = [_batches(subject, step) for step in range(len(_SETTINGS))]
@@ -60,6 +61,14 @@ def steps_take_settings(subject: WorkerSubject) -> None:
         reference.take_steps(batches, _SETTINGS)
         what = f"{len(_SETTINGS)} steps whose settings change, compared with AdamW in float64"
         compare_changes(subject, start, reference.weights(start), found, what)
+
+
+def _create_with_own_settings(subject: WorkerSubject) -> TrainerWorker | None:
+    """Return a new worker with `_OWN`, or None if it refuses these settings. All ranks call this."""
+    try:
+        return subject.create(**{**_OWN, **subject.target.options})
+    except (ConfigError, UnsupportedError):
+        return None
 
 
 def _require_own_settings(subject: WorkerSubject) -> None:

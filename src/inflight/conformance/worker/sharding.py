@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Protocol, runtime_checkable
@@ -34,7 +34,7 @@ _SILENT_S, _SLACK_S = 1.0, 3.0
 _FORMING = timedelta(seconds=5)
 _LARGEST_SHARE = 2.0
 _STEP_S = 0.3
-"""Longer than a step of the kit's model takes if the step does not have to wait."""
+"""Longer than a step or a load of the kit's model takes if it does not have to wait."""
 
 
 @runtime_checkable
@@ -111,16 +111,22 @@ def one_rank_alone_yields_its_boxes(subject: WorkerSubject) -> None:
     subject.note(num_tensors=num_tensors)
 
 
-@check("W-72", "ranks", deadline_s=30)
-@look_at("copies that are kept from an earlier call, and whether a step waits for readers")
+@check("W-72", "ranks", deadline_s=40)
+@look_at("copies that are kept from an earlier call, and whether steps and loads wait for readers until these end")
 def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
-    """local_weights() yields the weights of the current step, even if the next step is requested before it is
-    exhausted: that step waits."""
+    """local_weights() yields the weights of the current step, even if the next step or a load is requested before it is
+    exhausted or closed: that step or load waits."""
     worker, shardings = _create_sharded(subject)
+    path = subject.fresh_path("read")
+    worker.save(path)
     for num_steps in range(2):
         _require_equal(subject, worker, shardings, f"after {num_steps} steps")
+        with contextlib.closing(worker.local_weights(plan_buckets(worker.parameter_specs(), 4096))) as local:
+            next(local)
         take_steps(worker, [make_batch((14, 8), seed=720 + 10 * num_steps + subject.data_rank)])
-    _require_equal(subject, worker, shardings, "while the next step waits", is_stepping=True)
+    accumulate(worker, [make_batch((14, 8), seed=740 + subject.data_rank)])
+    _require_equal(subject, worker, shardings, "while the next step waits", change=worker.step)
+    _require_equal(subject, worker, shardings, "while a load waits", change=partial(worker.load, path))
 
 
 @check("W-73", "ranks", deadline_s=25)
@@ -157,6 +163,7 @@ def _require_messages(subject: WorkerSubject, worker: ShardedWeightSource) -> No
         "shorter from each rank to the next": longer[::-1],
         "empty from rank 0": [b"", *longer[1:]],
         "empty from the last rank": [*longer[:-1], b""],
+        "long": [it * 10_000 for it in longer],
     }
     for name, messages in cases.items():
         found = [bytes(it) for it in worker.exchange(messages[subject.rank], 20.0)]
@@ -218,11 +225,11 @@ def _require_equal(
     shardings: Sequence[Sharding],
     when: str,
     *,
-    is_stepping: bool = False,
+    change: Callable[[], object] | None = None,
 ) -> None:
     """Require that the boxes of all ranks match the gathered weights. All ranks call this.
 
-    If ``is_stepping``, all but the first bucket are read while this thread takes a step.
+    All but the first bucket are read while this thread calls ``change``, if it is given.
     """
     specs, full = worker.parameter_specs(), gathered(worker)
     names = [spec.name for spec in specs]
@@ -233,7 +240,7 @@ def _require_equal(
     (wanted, *_) = subject.ranks.exchange(wanted)
     plan = plan_buckets(specs, 4096)
     local = worker.local_weights(plan)
-    indexes, descriptions = _read_during_a_step(subject, worker, local) if is_stepping else _read(local)
+    indexes, descriptions = _read(local) if change is None else _read_during(change, local)
     problems = []
     if indexes != list(range(len(plan))):
         problems.append(f"{len(plan)} buckets were requested, but these were yielded: {indexes}")
@@ -254,11 +261,10 @@ def _read(local: Iterable[WeightBucket]) -> tuple[list[int], list[list[str]]]:
     return [index for index, _ in found], [boxes for _, boxes in found]
 
 
-def _read_during_a_step(
-    subject: WorkerSubject, worker: ShardedWorker, local: Generator[WeightBucket, None, None]
+def _read_during(
+    change: Callable[[], object], local: Generator[WeightBucket, None, None]
 ) -> tuple[list[int], list[list[str]]]:
-    """Return what `_read` returns while this rank takes a step. All ranks call this."""
-    accumulate(worker, [make_batch((14, 8), seed=740 + subject.data_rank)])
+    """Return what `_read` returns while this thread calls ``change``, which changes the weights."""
     first = next(local)
 
     def read() -> tuple[list[int], list[list[str]]]:
@@ -267,7 +273,7 @@ def _read_during_a_step(
             return _read(itertools.chain([first], local))
 
     reading = start_in_thread(read, "check-read")
-    worker.step()
+    change()
     return reading.result()
 
 
