@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import tempfile
 import threading
@@ -24,8 +25,9 @@ from inflight.contracts import Transport, WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack
-from inflight.weights.transports import named_transport
-from inflight.weights.transports.bucket_records import BucketRecord, write_record
+from inflight.weights.transports import named_transport, private_directory
+from inflight.weights.transports.bucket_records import BucketRecord, _record_name, round_up_to_pages, write_record
+from inflight.weights.transports.store import read_text
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
 
 Fault = Callable[[Any], None]
@@ -826,6 +828,124 @@ def gives_up_at_once(receiver: Any) -> None:
     receiver.join = spoiled
 
 
+def places_by_its_own_size(sender: Any) -> None:
+    """A bucket is stored where it would be if all buckets before it had its size."""
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        size_bytes = sum(tensor.nbytes for tensor in bucket.tensors)
+        start = bucket.index * round_up_to_pages(size_bytes)
+        if start + size_bytes <= sender._arena.size_bytes:
+            sender._arena.used_bytes = start
+        send(bucket, timeout_s)
+
+    sender.send = spoiled
+
+
+def reserves_without_padding(sender: Any) -> None:
+    """Reserved memory is where the bucket would be if buckets did not begin at pages."""
+
+    def spoiled(index: int, size_bytes: int) -> torch.Tensor | None:
+        start = sum(bucket.size_bytes for bucket in sender._update.buckets[:index])
+        view: torch.Tensor | None = sender._arena.memory.view(start, start + size_bytes)
+        return view
+
+    sender.reserve = spoiled
+
+
+def clears_at_abort(sender: Any) -> None:
+    abort = sender.abort
+
+    def spoiled() -> None:
+        for arena in sender._arenas:
+            arena.memory._mapping().zero_()
+        abort()
+
+    sender.abort = spoiled
+
+
+def leaves_a_descriptor_until_abort(receiver: Any) -> None:
+    """A descriptor of each bucket stays open until the group is aborted."""
+    receive, abort, opened = receiver.receive, receiver.abort, []
+
+    def spoiled_receive(*args: Any) -> list[torch.Tensor]:
+        opened.append(os.open(os.devnull, os.O_RDONLY))
+        arrived: list[torch.Tensor] = receive(*args)
+        return arrived
+
+    def spoiled_abort() -> None:
+        abort()
+        while opened:
+            os.close(opened.pop())
+
+    receiver.receive, receiver.abort = spoiled_receive, spoiled_abort
+
+
+def leaves_a_thread() -> None:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+
+def knows_any_secret() -> tuple[Fault, Fault]:
+    """A receiver with a wrong secret is admitted, because the secrets are not compared."""
+    secrets: list[str] = []
+
+    def spoil_sender(sender: Any) -> None:
+        specs = sender.specs
+
+        def spoiled(*args: Any) -> list[ProcessGroupSpec]:
+            opened: list[ProcessGroupSpec] = specs(*args)
+            secrets.append(opened[0].secret)
+            return opened
+
+        sender.specs = spoiled
+
+    def spoil_receiver(receiver: Any) -> None:
+        join = receiver.join
+
+        def spoiled() -> None:
+            receiver._spec = receiver._spec.model_copy(update={"secret": secrets[-1]})
+            join()
+
+        receiver.join = spoiled
+
+    return spoil_sender, spoil_receiver
+
+
+def removes_the_directories_of_others(sender: Any) -> None:
+    """A new group begins by removing the directories of all senders of this user, whether or not they are alive."""
+    specs = sender.specs
+
+    def spoiled(*args: Any) -> Any:
+        if sender._home is None:
+            parent = sender._parent or private_directory.memory_directory()
+            for left in parent.glob(f"{private_directory._PREFIX}*"):
+                shutil.rmtree(left, ignore_errors=True)
+        return specs(*args)
+
+    sender.specs = spoiled
+
+
+def takes_any_size(receiver: Any) -> None:
+    """A stored bucket is cut or filled with zeros to the size that is received."""
+
+    def spoiled(ref: UpdateRef, index: int, size_bytes: int, attempt: Any) -> torch.Tensor:
+        text = read_text(receiver._directory, _record_name(ref, index), max_bytes=1 << 16)
+        record = BucketRecord.model_validate_json(text)
+        whole: torch.Tensor = receiver._arena(record.arena)
+        return whole[record.offset : record.offset + size_bytes]
+
+    receive_bytes = receiver._receive_bytes
+
+    def or_waits(ref: UpdateRef, index: int, size_bytes: int, attempt: Any) -> torch.Tensor:
+        try:
+            return spoiled(ref, index, size_bytes, attempt)
+        except FileNotFoundError:
+            found: torch.Tensor = receive_bytes(ref, index, size_bytes, attempt)
+            return found
+
+    receiver._receive_bytes = or_waits
+
+
 MUTANTS = {
     "one rank per endpoint": Mutant(
         "T-01", "`specs` counts endpoints, not their ranks", respecified(lambda i, spec: {"rank": 1 + i})
@@ -1042,5 +1162,38 @@ MUTANTS = {
     ),
     "joins nothing": Mutant(
         "T-36", "a missing store counts as a formed group", receiver=answered("join", "weight group", lambda: None)
+    ),
+    "places by its own size": Mutant(
+        "T-16",
+        "shm: the place of a bucket is its index times its own size",
+        places_by_its_own_size,
+        transport="shm",
+    ),
+    "reserves without padding": Mutant(
+        "T-16", "shm: reserved memory is not where the bucket belongs", reserves_without_padding, transport="shm"
+    ),
+    "clears at abort": Mutant(
+        "T-16", "shm: `abort` clears memory that receivers still use", clears_at_abort, transport="shm"
+    ),
+    "leaves a descriptor until abort": Mutant(
+        "T-35",
+        "a descriptor of each bucket stays open until the group is aborted",
+        receiver=leaves_a_descriptor_until_abort,
+    ),
+    "leaves a thread": Mutant("T-35", "a thread of each group never ends", leaves_in_each_group(leaves_a_thread)),
+    "knows any secret": Mutant("T-04", "a receiver with a wrong secret joins", both=knows_any_secret),
+    "removes the directories of others": Mutant(
+        "T-42",
+        "shm: a new sender removes the directories of senders that are alive",
+        removes_the_directories_of_others,
+        transport="shm",
+    ),
+    "takes any size": Mutant(
+        "T-25", "shm: a stored bucket is cut to the size that is received", receiver=takes_any_size, transport="shm"
+    ),
+    "at most an hour": Mutant(
+        "T-21",
+        "a timeout of more than an hour is treated as 0",
+        receiver=timed("receive", lambda timeout_s: timeout_s if timeout_s < 3600 else 0.0),
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from typing import Any
 
@@ -20,6 +21,8 @@ LEVEL = "abort"
 _BIG = 1 << 22
 """Number of float32 elements whose bytes exceed any socket buffer."""
 _NUM_GROUPS = 6
+_NUM_UPDATES = 10
+"""Number of updates in one group, after which and after twice as many its descriptors are counted."""
 _LONG_S = 8.0
 """Timeout of calls that are ended by abort; much longer than abort may take."""
 
@@ -165,27 +168,44 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
     t.note(num_aborts=len(seconds) + 4, slowest_seconds=max(seconds))
 
 
-@check("T-35", "/proc", deadline_s=30)
+@check("T-35", "/proc", deadline_s=60)
 @look_at("references to the store, the group and its memory that abort or the next call of specs does not drop")
 def nothing_is_left_of_a_group(t: TransportSubject) -> None:
     """Nothing remains of a group, whether it was formed or not, once both ends have aborted, or once the sender has
-    opened another group: no listening socket, no descriptor, no file."""
+    opened another group: no listening socket, no descriptor, no file, no thread. In an open group, the number of
+    descriptors does not grow with every update."""
     before = listening()
     _use_groups(t, 2)  # a transport may create sockets, threads and files once per process
-    num_before, files = _num_open(), _files(t)
+    num_before, files, num_threads = _num_open(), _files(t), threading.active_count()
     _use_groups(t, _NUM_GROUPS)
     started = time.monotonic()
     while time.monotonic() - started < SLACK_S:
         left, num_left, more = listening() - before, _num_open() - num_before, sorted(_files(t) - files)
         num_more = len(_files(t)) - len(files)  # a store may keep its newest updates in place of older ones
-        if not (left or num_left >= _NUM_GROUPS or num_more >= _NUM_GROUPS):
+        num_running = threading.active_count() - num_threads
+        if not (left or max(num_left, num_more, num_running) >= _NUM_GROUPS):
             break
         time.sleep(0.02)
-    t.note(num_groups=_NUM_GROUPS, listening=len(left), descriptors=num_left, files=more)
+    t.note(num_groups=_NUM_GROUPS, listening=len(left), descriptors=num_left, files=more, threads=num_running)
     require(not left, f"it still listens on {', '.join(f'{address} port {port}' for address, port in sorted(left))}")
     after = f"after {_NUM_GROUPS} groups and {2 * _NUM_GROUPS} that no rank joined"
     require(num_left < _NUM_GROUPS, f"{after}, {num_left} more descriptors are open than before")
     require(num_more < _NUM_GROUPS, f"{after}, {num_more} more files exist: {shortened(more)}")
+    require(num_running < _NUM_GROUPS, f"{after}, {num_running} more threads are running than before")
+    _require_constant_descriptors(t)
+
+
+def _require_constant_descriptors(t: TransportSubject) -> None:
+    """Fail if the updates of an open group leave descriptors open."""
+    (receiver,) = t.form()
+    counts = []
+    for _ in range(2):
+        for _ in range(_NUM_UPDATES):
+            t.transfer([receiver], bucket_of(torch.zeros(10)))
+        counts.append(_num_open())
+    t.note(**{f"descriptors after {_NUM_UPDATES} updates, and after twice as many": counts})
+    words = f"{_NUM_UPDATES} updates in one group leave {counts[1] - counts[0]} more descriptors open"
+    require(counts[1] - counts[0] < _NUM_UPDATES // 2, words)
 
 
 def _use_groups(t: TransportSubject, num_groups: int) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from inflight.conformance.calls import SLACK_S, results
-from inflight.conformance.checks import check, require
+from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of
-from inflight.contracts import ReceivesAhead, WeightReceiver
+from inflight.contracts import ReceivesAhead, ReservesMemory, WeightReceiver
 from inflight.types import WeightBucket
 
 LEVEL = "bytes"
@@ -32,6 +32,8 @@ _PATTERNS = {
 0.1."""
 _NUM_UPDATES = 6
 """Number of updates during which received tensors may not change. Some pools reuse memory after a few updates."""
+_NUM_ELEMENTS = (4096, 4096, 10, 70_000, 4096, 1, 4096)
+"""Number of elements of each bucket of these updates."""
 
 
 @check("T-08", look_at="any conversion or arithmetic between the tensor and the wire: move bytes, not numbers")
@@ -157,14 +159,20 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
     require(not any(wrong.values()), f"bytes that changed with the sender's tensor, by size of the bucket: {wrong}")
 
 
-@check("T-16", look_at="receive and begin: buffers that are reused while tensors still refer to them")
+@check("T-16", deadline_s=30)
+@look_at(
+    "receive and begin: buffers that are reused while tensors still refer to them; where buckets of different sizes "
+    "are stored; memory that abort or reserve reuses"
+)
 def received_tensors_stay(t: TransportSubject) -> None:
-    """Received tensors do not change when later buckets or later updates arrive."""
+    """Received tensors do not change when later buckets or later updates arrive, whatever their sizes, or when both
+    ends abort the group. Where a sender reserves memory, buckets that were written there arrive too."""
     (receiver,) = t.form()
     sent: list[torch.Tensor] = []
     arrived: list[torch.Tensor] = []
     for number in range(_NUM_UPDATES):
-        buckets = [bucket_of(torch.full((4096,), 10.0 * number + index), index=index) for index in range(5)]
+        counts = _NUM_ELEMENTS[: 5 + number // 2]  # later updates are larger
+        buckets = [bucket_of(torch.full((n,), 10.0 * number + index), index=index) for index, n in enumerate(counts)]
         t.begin([receiver], *buckets)
         for bucket in buckets:
             receives = t.start_receives([receiver], bucket)
@@ -172,9 +180,40 @@ def received_tensors_stay(t: TransportSubject) -> None:
             arrived += receives[0].result(0.0)
             sent += bucket.tensors
         t.sender.end(is_done=True)
+    receiver.abort()
+    t.sender.abort()
+    t.transfer(t.form(), bucket_of(torch.full((4096,), -1.0)))
+    _require_reserved_buckets_arrive(t)
     wrong = [_num_wrong(*pair) for pair in zip(arrived, sent, strict=True)]
     t.note(wrong_bytes_per_bucket=wrong)
-    require(not any(wrong), f"bytes that later buckets changed, per bucket: {wrong}")
+    require(not any(wrong), f"bytes that later buckets or the end of the group changed, per bucket: {wrong}")
+
+
+def _require_reserved_buckets_arrive(t: TransportSubject) -> None:
+    """Require that buckets arrive that were written to the sender's reserved memory, if it reserves any."""
+    if not isinstance(t.sender, ReservesMemory):
+        return
+    (receiver,) = t.form()
+    num_reserved = 0
+    for number in range(_NUM_UPDATES):  # memory may be reserved once an earlier update has left it
+        buckets = [
+            bucket_of(torch.full((n,), number + index / 8), index=index) for index, n in enumerate(_NUM_ELEMENTS)
+        ]
+        t.begin([receiver], *buckets)
+        arrived = []
+        for bucket in buckets:
+            (tensor,), in_place = bucket.tensors, bucket
+            if (memory := t.sender.reserve(bucket.index, tensor.nbytes)) is not None:
+                memory.copy_(tensor.view(torch.uint8))
+                in_place = WeightBucket(bucket.index, bucket.specs, (memory.view(tensor.dtype),))
+                num_reserved += 1
+            (receive,) = t.start_receives([receiver], bucket)
+            results([receive, t.start_send(in_place)], FORM_S + SLACK_S)
+            arrived += receive.result(0.0)
+        wrong = [_num_wrong(it, bucket.tensors[0]) for it, bucket in zip(arrived, buckets, strict=True)]
+        require(not any(wrong), f"bytes that arrived wrong of buckets in reserved memory, per bucket: {wrong}")
+        t.sender.end(is_done=True)
+    t.note(num_reserved=num_reserved)
 
 
 @check("T-17", look_at="send: in-place operations on the trainer's tensors")

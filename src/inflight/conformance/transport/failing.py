@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from inflight.conformance.calls import SLACK_S, Ending, PendingCall, results
-from inflight.conformance.checks import check, fail, require
+from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.transport.pair import update_of
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.contracts import ReceivesAhead, WeightReceiver
@@ -32,6 +32,8 @@ _PAUSE_S, _PULSE_S = 0.3, 0.001
 """How long a sender is stopped each time, and how long it may send between two stops."""
 _NUM_TIMEOUTS = 3
 """How many timeouts, each twice as long as the previous one, are tried where the first ones show nothing."""
+_WEEK_S = 7 * 86_400.0
+"""The longest timeout of a message."""
 _BIG = 1 << 23  # elements of float64: no socket buffer takes 64 MB
 _WORDS = {
     "join": ("join", "form", "reach", "connect", "rendezvous"),
@@ -174,9 +176,12 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     _require_timely_failure(t, lambda: receiver.receive(never.specs, _WAIT_S), "the receive of a bucket never sent")
 
 
-@check("T-21", look_at="timeouts that are rounded down to 0, which many transports treat as no timeout")
+@check("T-21")
+@look_at(
+    "timeouts that are rounded down to 0, which many transports treat as no timeout, or that overflow a 32-bit number"
+)
 def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
-    """A timeout shorter than a millisecond is honoured as a timeout."""
+    """A timeout shorter than a millisecond is honoured as a timeout, and one of a week is no shorter than that."""
     # A publish that has almost used up its deadline leaves such a short timeout.
     (receiver,) = t.form()
     bucket = bucket_of(torch.zeros(10))
@@ -185,6 +190,12 @@ def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
     call = t.start(lambda: receiver.receive(specs, 0.0004), "the receive with a timeout of 0.4 ms")
     error = failure_of(call, SLACK_S)
     t.note(timeout_s=0.0004, seconds=call.ending(0.0).seconds, message=str(error))
+    receivers = [t.receiver(member) for member in t.members([1], _WEEK_S)]
+    results(t.start_joins(receivers), FORM_S + SLACK_S)
+    t.begin(receivers, bucket)
+    (receive,) = t.start_receives(receivers, bucket, _WEEK_S)
+    require(not receive.has_ended(0.1), "a receive with a timeout of a week ended before its bucket was sent")
+    results([receive, t.start_send(bucket, _WEEK_S)], FORM_S + SLACK_S)
 
 
 @check("T-22", "peer", deadline_s=30, look_at="send: connections that were reset")
@@ -226,7 +237,7 @@ def a_killed_sender_fails_the_receive(t: TransportSubject) -> None:
 @check("T-25", "peer", deadline_s=30, look_at="receive: reads that end early")
 def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
     """Receiving a bucket of which only a part arrives raises TransferError, whether its sender was killed, aborted the
-    group, or timed out."""
+    group, or timed out, and so does receiving a stored bucket of another size."""
     bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64))
     peer, receiver = t.join_sending_peer(bucket)
     time.sleep(0.4)
@@ -258,6 +269,23 @@ def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
             _require_whole(ending.value[0], bucket)
         receiver.abort()
         t.sender.abort()
+    if not t.sender.is_collective:
+        _require_sizes_checked(t)
+
+
+def _require_sizes_checked(t: TransportSubject) -> None:
+    """Require that a stored bucket is not received as a smaller or a larger one."""
+    stored = bucket_of(torch.ones(10))
+    for count in (9, 11):
+        (receiver,) = t.form()
+        t.begin([receiver], stored)
+        t.start_send(stored).result(FORM_S + SLACK_S)
+        what = f"the receive of {count} elements where 10 are stored"
+        (receive,) = t.start_receives([receiver], bucket_of(torch.ones(count)), _TIMEOUT_S)
+        ending = receive.ending(_TIMEOUT_S + SLACK_S)
+        t.note(**{what: ending.words})
+        require(isinstance(ending.error, TransferError), f"{what} must raise TransferError, but: {ending.words}")
+        receiver.abort()
 
 
 @check("T-40", "3-receivers", deadline_s=60, look_at="send: the timeout of one rank, and what may follow a failed send")

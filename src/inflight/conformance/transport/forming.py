@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed
 
 from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.transport.pair import ADDRESS, RUN_ID
+from inflight.conformance.transport.pair import ADDRESS, RUN_ID, GroupMember, update_of
 from inflight.conformance.transport.sockets import is_loopback, is_wildcard, listening
 from inflight.conformance.transport.subject import (
     FORM_S,
@@ -21,11 +22,13 @@ from inflight.conformance.transport.subject import (
     failure_of,
 )
 from inflight.contracts import WeightReceiver, WeightSender
+from inflight.types import WeightBucket
 from inflight.wire import ProcessGroupSpec
 
 LEVEL = "group"
 _ANOTHER = "127.0.0.2"
 """Another address of the machine itself; every Linux machine has it."""
+_OTHER_RUN = "../team/run 7%: ü"
 _LATE_S = 1.5
 """Timeout for joining a group that has ended."""
 
@@ -96,15 +99,61 @@ def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
     require(not others, f"the group's address is {_ANOTHER}, but its sender listens on {others}")
 
 
-@check("T-04", look_at="join of either end")
+@check("T-04", look_at="join of either end; where a secret or a token is compared")
 def sender_and_one_receiver_form_a_group(t: TransportSubject) -> None:
-    """A sender and one receiver that join at the same time form the group."""
+    """A sender and one receiver that join at the same time form the group. Where specs carry a secret or a token, no
+    receiver with another one joins."""
     (receiver,) = t.form()
     tensor = torch.arange(5, dtype=torch.float32)
     started = time.monotonic()
     ((arrived,),) = t.transfer([receiver], bucket_of(tensor))
     t.note(first_bucket_seconds=time.monotonic() - started)
     require(bytes_of(arrived).equal(bytes_of(tensor)), "the first bucket arrived changed")
+    (member,) = t.members([1], _LATE_S)
+    if hidden := next((name for name in ("secret", "token") if hasattr(member.spec, name)), None):
+        wrong = member.spec.model_copy(update={hidden: getattr(member.spec, hidden)[::-1]})
+        stranger = t.receiver(replace(member, spec=wrong))
+        joining, _ = t.start_joins([stranger])
+        error = failure_of(joining, _LATE_S + SLACK_S)
+        t.note(**{f"join with another {hidden}": str(error)})
+
+
+@check("T-42", deadline_s=30)
+@look_at(
+    "names of files and directories that do not depend on the run, what a new sender removes, and characters of run ids"
+)
+def senders_do_not_affect_one_another(t: TransportSubject) -> None:
+    """Senders of different runs do not affect one another, even if they share a machine and a directory, and whatever
+    their runs are called."""
+    (receiver,) = t.form()
+    buckets = [bucket_of(torch.full((1000,), 1.0 + index), index=index) for index in range(2)]
+    t.begin([receiver], *buckets)
+
+    def require_arrival(sender: WeightSender, receiver: WeightReceiver, bucket: WeightBucket, whose: str) -> None:
+        receives = t.start_receives([receiver], bucket)
+        sending = t.start(lambda: sender.send(bucket, FORM_S), f"the send of bucket {bucket.index} of {whose}")
+        results([*receives, sending], FORM_S + SLACK_S)
+        ((arrived,),) = (receive.result(0.0) for receive in receives)
+        require(bytes_of(arrived).equal(bytes_of(bucket.tensors[0])), f"a bucket of {whose} arrived changed")
+
+    require_arrival(t.sender, receiver, buckets[0], "a run")
+    other = t.open_other_sender()
+    (spec,) = other.specs(_OTHER_RUN, [1], FORM_S)
+    others = t.receiver(GroupMember(spec))
+    results([t.start(end.join, "a join of another run") for end in (others, other)], FORM_S + SLACK_S)
+    bucket = bucket_of(torch.full((1000,), -1.0))
+    update = update_of([bucket], t.ref().version).model_copy(update={"run_id": _OTHER_RUN})
+    other.begin(update)
+    others.begin(update.ref)
+    require_arrival(other, others, bucket, "another run of the same version")
+    other.end(is_done=True)
+    require_arrival(t.sender, receiver, buckets[1], "a run, while another run has a group,")
+    t.sender.end(is_done=True)
+    other.abort()
+    ((arrived,),) = t.transfer([receiver], buckets[0])
+    words = "after another run's sender has aborted its group, a bucket arrived changed"
+    require(bytes_of(arrived).equal(bytes_of(buckets[0].tensors[0])), words)
+    t.note(other_run=_OTHER_RUN)
 
 
 @check("T-05", "3-receivers")

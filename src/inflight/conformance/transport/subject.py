@@ -36,6 +36,7 @@ class TransportSubject:
         tempfile.tempdir = str(self.directory)
         self._pair = open_pair(target, self.directory)
         self._receivers: list[WeightReceiver] = []
+        self._other_senders: list[WeightSender] = []
         self._peers: list[Peer] = []
         self._needs_peer = False
         self._spare: Peer | None = None
@@ -97,8 +98,8 @@ class TransportSubject:
         """Abort all ends that the check has opened."""
         for peer in self._peers:
             peer.kill()
-        ends: list[WeightSender | WeightReceiver] = [self._pair.sender, *self._receivers]
-        self._peers, self._receivers = [], []
+        ends: list[WeightSender | WeightReceiver] = [self._pair.sender, *self._other_senders, *self._receivers]
+        self._peers, self._other_senders, self._receivers = [], [], []
         for call in [self.start(end.abort, "abort after the check") for end in ends]:
             call.has_ended(2.0)  # the checks of abort report its failures
 
@@ -110,6 +111,12 @@ class TransportSubject:
     @property
     def sender(self) -> WeightSender:
         return self._pair.sender
+
+    def open_other_sender(self) -> WeightSender:
+        """Return another sender in this process, with the same directory; it is aborted after the check."""
+        sender = open_pair(self._target, self.directory).sender
+        self._other_senders.append(sender)
+        return sender
 
     def receiver(self, member: GroupMember) -> WeightReceiver:
         """Return a new receiver in this process; it is aborted after the check."""
