@@ -191,7 +191,7 @@ def _rates(subject: WorkerSubject, schedule: Mapping[str, Any], num_steps: int) 
 
 
 def _rate_at(version: int, schedule: Mapping[str, Any]) -> float:
-    warmup, total = schedule["warmup_steps"], schedule["total_steps"]
+    warmup, total = int(schedule["warmup_steps"]), int(schedule["total_steps"])
     if version < warmup:
         return _RATE * (version + 1) / warmup
     return _RATE * _DECAYS[schedule["schedule"]](min(1.0, (version - warmup) / (total - warmup)))
