@@ -150,7 +150,7 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
             asked = {"max_tokens": 48, "temperature": 0.0, "stop": words}
             found = await subject.generate(prompt, endpoint=endpoint, **asked)
             completing = _completing(reference.tokenizer, stop, found)
-            text = reference.tokenizer.decode(list(found.token_ids))
+            text = "" if reference.tokenizer is None else reference.tokenizer.decode(list(found.token_ids))
             require(
                 completing, f"with the stop strings {words}, a completion of 48 tokens at most ended after {text!r}"
             )

@@ -241,6 +241,7 @@ def _bodies_to_cut(subject: EndpointSubject) -> list[tuple[str, str, Callable[[]
     kinds = [("plain request", "stream", routes.GENERATE.path, generate)]
     if subject.capabilities.chat and subject.capabilities.max_model_len >= 4 * _CHAT_TOKENS:
         kinds.append(("chat completion", "chat stream", routes.CHAT_COMPLETIONS.path, chat))
+    bodies: list[tuple[str, str, Callable[[], bytes]]]
     bodies = [(f"a {name}", path, partial(make, False)) for name, _, path, make in kinds]
     if subject.capabilities.streaming:
         bodies += [(f"a {name}", path, partial(make, True)) for _, name, path, make in kinds]

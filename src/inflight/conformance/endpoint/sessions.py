@@ -80,7 +80,7 @@ async def _repeat_while_in_progress(subject: EndpointSubject) -> None:
             await _again(call, f"receive_weights of bucket {index} while it was arriving")
     commits = [subject.begin(endpoint.commit_weight_update(update.ref)) for _ in range(2)]
     answers = [await _again(commit, "a commit while it was in progress") for commit in commits]
-    _require_same(*answers, "a commit in progress")
+    _require_same(answers[0], answers[1], "a commit in progress")
     publisher.version = update.version
     await subject.require_serves(weights, "after a session whose calls were repeated while they were in progress")
 
