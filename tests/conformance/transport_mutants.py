@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack
 from inflight.weights.transports import named_transport, private_directory
 from inflight.weights.transports.bucket_records import BucketRecord, _record_name, round_up_to_pages, write_record
-from inflight.weights.transports.store import read_text
+from inflight.weights.transports.store import Attempt, read_text
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
 
 Fault = Callable[[Any], None]
@@ -650,6 +651,82 @@ def keeps_records(sender: Any) -> None:
     sender.end = spoiled
 
 
+def names_an_update_too_early(sender: Any) -> None:
+    """latest.json names an update as soon as it begins."""
+    store = sender._store
+    begin = store.begin
+
+    def spoiled(update: Any) -> None:
+        begin(update)
+        store._write(
+            store._open.path.parent / "latest.json", [update.ref.model_dump_json().encode()], Attempt("", 5.0, Future())
+        )
+
+    store.begin = spoiled
+
+
+def prunes(change: Callable[[Path], None]) -> Fault:
+    """Before old updates are removed, every lease is changed."""
+
+    def spoil(sender: Any) -> None:
+        store = sender._store
+        prune = store._prune
+
+        def spoiled(run: Path) -> None:
+            for lease in run.glob("*/lease-*"):
+                change(lease)
+            prune(run)
+
+        store._prune = spoiled
+
+    return spoil
+
+
+def removes_nothing(sender: Any) -> None:
+    stored_in = sender._stored_in
+
+    def spoiled() -> Any:
+        files = stored_in()
+        files._store._prune = lambda run: None
+        return files
+
+    sender._stored_in = spoiled
+
+
+def reads_any_bucket(receiver: Any) -> None:
+    """A receiver does not look at the header of a file."""
+
+    def fill(names: Sequence[str], ref: UpdateRef, index: int, flat: torch.Tensor, attempt: Attempt) -> None:
+        path = receiver._directory.joinpath(*names)
+        while not path.exists():
+            attempt.pause()
+        flat.copy_(torch.frombuffer(bytearray(path.read_bytes()[-flat.numel() :]), dtype=torch.uint8))
+
+    receiver._fill = fill
+
+
+def is_open_to_others(sender: Any) -> None:
+    specs = sender.specs
+
+    def spoiled(*args: Any) -> Any:
+        opened = specs(*args)
+        Path(opened[0].directory).chmod(0o755)
+        return opened
+
+    sender.specs = spoiled
+
+
+def ignores_locks_of_readers(sender: Any) -> None:
+    make = sender._make_arena
+
+    def spoiled(*args: Any) -> Any:
+        arena = make(*args)
+        arena.is_free = lambda: True
+        return arena
+
+    sender._make_arena = spoiled
+
+
 def keeps_mappings(receiver: Any) -> None:
     receiver._memory.forget_mappings = lambda: None
 
@@ -1010,6 +1087,19 @@ MUTANTS = {
     ),
     "one reader at a time": Mutant(
         "T-14", "shm: a receiver's lock excludes other receivers", receiver=locks_for_itself_alone, transport="shm"
+    ),
+    "names an update too early": Mutant(
+        "T-43", "file: latest.json names an incomplete update", names_an_update_too_early, transport="file"
+    ),
+    "removes leased updates": Mutant("T-43", "file: leased updates are removed", prunes(Path.unlink), transport="file"),
+    "leases never end": Mutant("T-43", "file: a lease never ends", prunes(os.utime), transport="file"),
+    "removes no update": Mutant("T-43", "http: old updates are not removed", removes_nothing, transport="http"),
+    "reads any bucket": Mutant(
+        "T-43", "file: a receiver reads files of other buckets", receiver=reads_any_bucket, transport="file"
+    ),
+    "open to others": Mutant("T-44", "shm: others may read the directory", is_open_to_others, transport="shm"),
+    "ignores locks of readers": Mutant(
+        "T-44", "shm: arenas that a reader has locked are written", ignores_locks_of_readers, transport="shm"
     ),
     "hands tensors over": Mutant("T-15", "sender and receiver share memory", both=hands_the_tensors_over),
     "recycles at once": Mutant(

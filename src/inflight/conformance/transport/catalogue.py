@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from inflight.conformance.checks import checks_in
-from inflight.conformance.transport import aborting, arriving, failing, forming
+from inflight.conformance.transport import aborting, arriving, failing, forming, stored
 
-CHECKS = checks_in(forming, arriving, failing, aborting)
+CHECKS = checks_in(forming, arriving, stored, failing, aborting)

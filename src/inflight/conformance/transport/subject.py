@@ -22,6 +22,7 @@ from inflight.wire import ProcessGroupSpec, TensorSpec, TransportBody, UpdateRef
 
 T = TypeVar("T")
 
+_STORES = {"files": ("file", "http"), "shared-memory": ("shm",)}
 FORM_S = 8.0
 """Timeout for groups that should form, and for buckets that should arrive."""
 
@@ -57,8 +58,9 @@ class TransportSubject:
         """Return why a check with these needs cannot be run; None if it can.
 
         The needs are ``N-receivers``, ``/proc``, ``peer`` (an end in a process of its own, which `prepare` starts),
-        ``collective`` (joins wait for all ranks, and buckets are received while they are sent), and ``process-group``
-        (ranks meet in a torch process group).
+        ``collective`` (joins wait for all ranks, and buckets are received while they are sent), ``process-group``
+        (ranks meet in a torch process group), and ``files`` and ``shared-memory`` (the store has the form that the
+        contract documents for `file` and `http`, or for `shm`).
         """
         self._needs_peer = "peer" in needs
         for need in needs:
@@ -68,6 +70,8 @@ class TransportSubject:
                 return f"{self._pair.transport.name} stores what it sends, so its ranks do not wait for one another"
             if need == "process-group" and not issubclass(self._pair.transport.spec_type, ProcessGroupSpec):
                 return f"the ranks of {self._pair.transport.name} do not meet in a torch process group"
+            if need in _STORES and self._pair.transport.name not in _STORES[need]:
+                return f"{self._pair.transport.name} does not store buckets as {need.replace('-', ' ')}"
             most = self._pair.max_receivers
             if need.endswith("-receivers") and most is not None and most < int(need.partition("-")[0]):
                 return f"{self._pair.transport.name} supports at most {most} receivers on this machine"

@@ -1,0 +1,354 @@
+"""Checks that what a store contains has the documented form, so that readers by other authors understand it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import mmap
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import torch
+import xxhash
+
+from inflight.conformance.calls import SLACK_S, results
+from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.transport.pair import GroupMember, update_of
+from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
+from inflight.contracts import WeightReceiver
+from inflight.types import WeightBucket
+from inflight.wire import DirectorySpec, HttpFileSpec, UpdateRef, WeightUpdate
+
+LEVEL = "bytes"
+_RUN_ID = ".a run/7% \u00fc"
+_SESSION = "try_2.a-b"
+_NUM_LATER = 3
+"""Number of updates after which one that is not leased has been removed."""
+_LEASE = "lease-0123456789abcdef"
+_LEASED_S = 15.0
+"""Age at which a lease no longer keeps its update."""
+_ALIGNMENT = 64
+_REFUSED_S = 1.0
+_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+
+
+class _Tree(ABC):
+    """The files of one run, as a reader sees them."""
+
+    def __init__(self) -> None:
+        self._run = "%2E" + quote(_RUN_ID[1:], safe="")
+
+    @abstractmethod
+    def read(self, *names: str) -> bytes | None:
+        """Return the content of a file of the run, or None if it does not exist."""
+
+    @abstractmethod
+    def lease(self, update: str) -> None:
+        """Take or renew the lease on an update."""
+
+    def message(self, *names: str) -> Any:
+        """Return a JSON file's value, or None if the file does not exist."""
+        content = self.read(*names)
+        return None if content is None else json.loads(content)
+
+
+class _Directory(_Tree):
+    def __init__(self, spec: DirectorySpec) -> None:
+        super().__init__()
+        self.path = Path(spec.directory) / self._run
+
+    def read(self, *names: str) -> bytes | None:
+        path = self.path.joinpath(*names)
+        return path.read_bytes() if path.exists() else None
+
+    def lease(self, update: str) -> None:
+        (self.path / update / _LEASE).write_text("")
+
+
+class _Url(_Tree):
+    def __init__(self, spec: HttpFileSpec, client: httpx.Client) -> None:
+        super().__init__()
+        self._base, self._token, self._client = spec.url, spec.token, client
+
+    def get(self, *names: str, token: str | None = None, **headers: str) -> httpx.Response:
+        url = "/".join((self._base, quote(self._run, safe=""), *names))
+        secret = self._token if token is None else token
+        authorization = {"authorization": f"Bearer {secret}"} if secret else {}
+        return self._client.get(url, headers={**authorization, **headers})
+
+    def read(self, *names: str) -> bytes | None:
+        answer = self.get(*names)
+        require(answer.status_code in (200, 404), f"GET {'/'.join(names)} has status {answer.status_code}")
+        return answer.content if answer.status_code == 200 else None
+
+    def lease(self, update: str) -> None:
+        answer = self.get(update, _LEASE)
+        require(answer.status_code == 200, f"GET of a lease on a complete update has status {answer.status_code}")
+
+
+@check("T-43", "files", deadline_s=40)
+@look_at(
+    "names of files and directories; the header of a bucket's file; the order in which a bucket, the manifest and "
+    "latest.json appear; which updates are removed"
+)
+def stored_files_have_their_form(t: TransportSubject) -> None:
+    """The files of an update have the documented names and contents: a bucket is a safetensors file, the manifest
+    appears with the last bucket, and latest.json then names the update. The newest complete updates and those that are
+    leased are kept, and others are removed. Files by another author are read if they have this form, and refused if
+    they belong to another bucket."""
+    (spec,) = t.sender.specs(_RUN_ID, [1], FORM_S)
+    receiver = t.receiver(GroupMember(spec))
+    results(t.start_joins([receiver]), FORM_S + SLACK_S)
+    if isinstance(spec, HttpFileSpec):
+        with httpx.Client(timeout=FORM_S, trust_env=False) as client:
+            _require_form(t, _Url(spec, client), receiver)
+    else:
+        assert isinstance(spec, DirectorySpec)
+        _require_form(t, _Directory(spec), receiver)
+
+
+def _require_form(t: TransportSubject, tree: _Tree, receiver: WeightReceiver) -> None:
+    require(tree.message("latest.json") is None, "latest.json exists before an update is complete")
+    names = [_require_stored(t, tree, receiver, number) for number in range(2)]
+    tree.lease(names[1])
+    for number in range(2, 2 + _NUM_LATER):
+        names.append(_require_stored(t, tree, receiver, number))
+    _require_kept(tree, names)
+    if isinstance(tree, _Url):
+        _require_answers(tree, names[-1])
+    if isinstance(tree, _Directory):
+        _require_lease_ends(t, tree, receiver, names[1])
+        _require_foreign_files_are_read(t, tree, receiver)
+    t.note(updates=names)
+
+
+def _buckets(number: int) -> list[WeightBucket]:
+    values = torch.arange(12, dtype=torch.float32) + 100 * number
+    mixed = [
+        values[:6].view(2, 3),
+        values[:3].to(torch.bfloat16),
+        torch.empty(0),
+        values[5].double(),
+        values[:5].half(),
+    ]
+    return [bucket_of(*mixed), bucket_of(values, index=1)]
+
+
+def _require_stored(t: TransportSubject, tree: _Tree, receiver: WeightReceiver, number: int) -> str:
+    """Send an update of two buckets, and require that its files have their form. Return the update's name."""
+    buckets = _buckets(number)
+    update = update_of(buckets, 10 + number, _SESSION if number % 2 else "").model_copy(update={"run_id": _RUN_ID})
+    name = f"{update.version}-{_SESSION}" if number % 2 else f"{update.version}"
+    previous = tree.message("latest.json")
+    t.sender.begin(update)
+    receiver.begin(update.ref)
+    for bucket in buckets:
+        is_early = tree.message(name, "manifest.json") is not None or tree.message("latest.json") != previous
+        words = f"before bucket {bucket.index} of two is stored"
+        require(not is_early, f"{words}, manifest.json of the update exists, or latest.json has changed")
+        (receive,) = t.start_receives([receiver], bucket)
+        results([receive, t.start_send(bucket)], FORM_S + SLACK_S)
+        _require_safetensors(tree.read(name, f"{bucket.index:05}.safetensors"), update.ref, bucket)
+    manifest = tree.message(name, "manifest.json") or {}
+    require(
+        bool(manifest) and WeightUpdate.model_validate(manifest["update"]) == update,
+        f"manifest.json of a complete update does not contain its announcement: {str(manifest)[:300]}",
+    )
+    listed = [
+        {key: it.get(key) for key in ("file", "size_bytes", "checksum", "encoding")} for it in manifest["buckets"]
+    ]
+    due = [_listed(bucket) for bucket in buckets]
+    require(listed == due, f"manifest.json lists the buckets {listed}, not {due}")
+    found = tree.message("latest.json")
+    require(
+        found is not None and UpdateRef.model_validate(found) == update.ref,
+        f"after update {name} was complete, latest.json contains {found}",
+    )
+    t.sender.end(is_done=True)
+    return name
+
+
+def _data(bucket: WeightBucket) -> bytes:
+    return b"".join(bytes(bytes_of(tensor).numpy().tobytes()) for tensor in bucket.tensors)
+
+
+def _listed(bucket: WeightBucket) -> dict[str, Any]:
+    data = _data(bucket)
+    digest = xxhash.xxh3_128_hexdigest(data)
+    return {"file": f"{bucket.index:05}.safetensors", "size_bytes": len(data), "checksum": digest, "encoding": "raw"}
+
+
+def _header(ref: UpdateRef, bucket: WeightBucket) -> dict[str, Any]:
+    identity = {"run_id": ref.run_id, "version": str(ref.version), "session_id": ref.session_id}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **identity, "bucket": str(bucket.index)}}
+    begin = 0
+    for spec, tensor in zip(bucket.specs, bucket.tensors, strict=True):
+        end = begin + tensor.nbytes
+        header[spec.name] = {"dtype": _CODES[tensor.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+        begin = end
+    return header
+
+
+def _require_safetensors(content: bytes | None, ref: UpdateRef, bucket: WeightBucket) -> None:
+    what = f"the file of bucket {bucket.index}"
+    require(content is not None, f"{what} does not exist once its send has returned")
+    assert content is not None
+    start = 8 + int.from_bytes(content[:8], "little")
+    require(start <= len(content) and start % _ALIGNMENT == 0, f"the data of {what} begins at byte {start}")
+    found, due = json.loads(content[8:start]), _header(ref, bucket)
+    require(found == due, f"the header of {what} is {json.dumps(found)[:400]}, not {json.dumps(due)[:400]}")
+    in_order = [name for name in found if name != "__metadata__"]
+    require(in_order == [spec.name for spec in bucket.specs], f"{what} has its tensors in the order {in_order}")
+    require(content[start:] == _data(bucket), f"{what} contains other bytes than the tensors that were sent")
+
+
+def _require_kept(tree: _Tree, names: Sequence[str]) -> None:
+    kept = {name: tree.message(name, "manifest.json") is not None for name in names}
+    require(not kept[names[0]], f"{len(names) - 1} updates later, update {names[0]}, which is not leased, still exists")
+    require(kept[names[1]], f"{_NUM_LATER} updates later, update {names[1]}, which is leased, has been removed")
+    require(kept[names[-1]], f"update {names[-1]}, the newest one, has been removed")
+    if isinstance(tree, _Directory):
+        require(kept[names[-2]], f"update {names[-2]}, the second newest, has been removed")
+        left = [str(it.relative_to(tree.path)) for it in tree.path.rglob("*.part")]
+        require(not left, f"temporary files are left: {left}")
+
+
+def _require_answers(tree: _Url, name: str) -> None:
+    """Require the statuses and headers that readers over HTTP depend on."""
+    file = (name, "00001.safetensors")
+    whole = tree.get(*file)
+    part = tree.get(*file, range="bytes=9-40")
+    statuses = {
+        "without a token": (tree.get(*file, token="").status_code, 401),
+        "with a wrong token": (tree.get("latest.json", token="wrong").status_code, 401),
+        "of an update that does not exist": (tree.get("999", "00000.safetensors").status_code, 404),
+        "of a lease on an update that does not exist": (tree.get("999", _LEASE).status_code, 404),
+        "of a range": (part.status_code, 206),
+    }
+    wrong = {f"a GET {what}": found for what, (found, due) in statuses.items() if found != due}
+    require(not wrong, f"statuses differ from {[due for _, due in statuses.values()]} in turn: {wrong}")
+    require(part.content == whole.content[9:41], "the range from byte 9 to byte 40 contains other bytes")
+    tags = [answer.headers.get("etag") for answer in (whole, part)]
+    require(tags[0] is not None and tags[0] == tags[1], f"two answers for one file have the ETags {tags}")
+
+
+def _require_lease_ends(t: TransportSubject, tree: _Directory, receiver: WeightReceiver, name: str) -> None:
+    """Require that an update is removed once its lease has not been renewed for too long."""
+    old = time.time() - _LEASED_S - 5.0
+    os.utime(tree.path / name / _LEASE, (old, old))
+    for number in range(10, 12):
+        _require_stored(t, tree, receiver, number)
+    is_kept = (tree.path / name / "manifest.json").exists()
+    require(not is_kept, f"update {name} still exists although its lease is older than {_LEASED_S:g} s")
+
+
+def _require_foreign_files_are_read(t: TransportSubject, tree: _Directory, receiver: WeightReceiver) -> None:
+    """Require that a bucket's file which the kit writes is received, unless it belongs to another bucket or is a
+    link."""
+    bucket = _buckets(20)[0]
+    ref = UpdateRef(run_id=_RUN_ID, version=77, session_id=_SESSION)
+    path = tree.path / f"77-{_SESSION}" / "00000.safetensors"
+    path.parent.mkdir()
+    other = path.with_name("elsewhere")
+    faults = {key: {key: value} for key, value in (("run_id", "other"), ("version", "76"), ("bucket", "1"))}
+    for what, changed in {**faults, "a link": {}, "right": {}}.items():
+        header = _header(ref, bucket)
+        header["__metadata__"].update(changed)
+        text = json.dumps(header, separators=(", ", ": ")).encode()
+        path.unlink(missing_ok=True)
+        other.write_bytes(len(text).to_bytes(8, "little") + text + _data(bucket))
+        if what == "a link":
+            path.symlink_to(other)
+        else:
+            other.replace(path)
+        receiver.begin(ref)
+        timeout_s = FORM_S if what == "right" else _REFUSED_S
+        (receive,) = t.start_receives([receiver], bucket, timeout_s)
+        if what != "right":
+            error = failure_of(receive, timeout_s + SLACK_S)
+            t.note(**{f"a file with a fault ({what})": str(error)})
+            continue
+        arrived = results([receive], FORM_S + SLACK_S)[0]
+        is_same = all(bytes_of(a).equal(bytes_of(b)) for a, b in zip(arrived, bucket.tensors, strict=True))
+        require(is_same, "a safetensors file that the kit wrote was received with other bytes")
+
+
+@check("T-44", "shared-memory", deadline_s=30)
+@look_at("the directory's mode and lock; the fields of a record; whether the sender asks for an arena's lock")
+def stored_buckets_have_their_records(t: TransportSubject) -> None:
+    """In shared memory, the sender's directory has mode 0700 and a file that it holds locked; every stored bucket of
+    the open update has the documented record, and lies at the beginning of a page. An arena on which a reader holds a
+    lock is not written again, and the directory is removed with the group."""
+    (member,) = t.members([1])
+    receiver = t.receiver(member)
+    results(t.start_joins([receiver]), FORM_S + SLACK_S)
+    assert isinstance(member.spec, DirectorySpec)
+    directory = Path(member.spec.directory)
+    mode = directory.stat().st_mode & 0o777
+    require(mode == 0o700, f"the directory has mode {mode:o}")
+    require(_is_locked(directory / "lock"), "the sender does not hold the lock of its directory")
+    held: list[tuple[int, int, bytes]] = []
+    try:
+        for number in range(2 * _NUM_LATER):
+            buckets = _buckets(number)
+            update = update_of(buckets, 10 + number, _SESSION)
+            t.sender.begin(update)
+            receiver.begin(update.ref)
+            for bucket in buckets:
+                (receive,) = t.start_receives([receiver], bucket)
+                results([receive, t.start_send(bucket)], FORM_S + SLACK_S)
+                held += _read_record(directory, update.ref, bucket, is_held=number == 1)
+            t.sender.end(is_done=True)
+        for fd, offset, data in held:
+            words = f"{2 * _NUM_LATER - 2} updates later, an arena on which a reader holds a lock has other bytes"
+            require(os.pread(fd, len(data), offset) == data, words)
+    finally:
+        for fd, _, _ in held:
+            os.close(fd)
+    receiver.abort()
+    t.sender.abort()
+    require(not directory.exists(), "the directory still exists after both ends have aborted the group")
+    t.note(num_updates=2 * _NUM_LATER, num_held=len(held))
+
+
+def _is_locked(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _read_record(
+    directory: Path, ref: UpdateRef, bucket: WeightBucket, *, is_held: bool
+) -> list[tuple[int, int, bytes]]:
+    """Require that a bucket is stored where its record says. With ``is_held``, return the arena's descriptor, which
+    holds its lock, and the position and bytes of the bucket."""
+    path, data = directory / f"{ref.version}-{ref.session_id}.{bucket.index:05}.json", _data(bucket)
+    require(path.exists(), f"bucket {bucket.index} has no record {path.name}")
+    found = json.loads(path.read_text())
+    due = {"ref": ref.model_dump(mode="json"), "index": bucket.index, "size_bytes": len(data)}
+    require(due.items() <= found.items(), f"the record {path.name} contains {found}, not {due}")
+    offset = found.get("offset", -1)
+    require(offset >= 0 and offset % mmap.PAGESIZE == 0, f"bucket {bucket.index} lies at byte {offset} of its arena")
+    fd = os.open(directory / str(found.get("arena")), os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    words = f"bucket {bucket.index} does not lie in {found.get('arena')} where its record says"
+    try:
+        require(os.pread(fd, len(data), offset) == data, words)
+    except BaseException:
+        os.close(fd)
+        raise
+    if is_held:
+        return [(fd, offset, data)]
+    os.close(fd)
+    return []
