@@ -108,7 +108,8 @@ def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
 
 @check("U-18", "updates delta", deadline_s=120, look_at=_BASE)
 async def deltas(subject: EndpointSubject) -> None:
-    """After a delta, logprobs are those of the new weights; a delta that is aborted leaves its base unchanged."""
+    """After a delta, logprobs are those of the new weights, even if its base had buckets that were sent raw; a delta
+    that is aborted leaves its base unchanged."""
     publisher, reference = subject.publisher, subject.reference
     weights, other, unlike = reference.weights, reference.perturbed("B"), reference.perturbed("C", seed=2)
     # The second delta changes other elements than the first, and leaves long gaps.
@@ -130,10 +131,19 @@ async def deltas(subject: EndpointSubject) -> None:
     fourth = await _send_delta(publisher, flipped, second, other, "fourth")
     await publisher.commit(fourth)
     await subject.require_serves(flipped, "after another delta to the same base")
+    fields = {"encodings": ("delta",), "base": fourth.ref, "keep": True, "session_id": "fifth"}
+    fifth = await publisher.request(unlike, **fields)
+    for index in range(len(fifth.buckets)):
+        await publisher.send_bucket(fifth, publisher.bucket(fifth, unlike, index))
+    await publisher.commit(fifth)
+    await subject.require_serves(unlike, "after a delta whose buckets were sent raw")
+    sixth = await _send_delta(publisher, flipped, fifth, unlike, "sixth")
+    await publisher.commit(sixth)
+    await subject.require_serves(flipped, "after a delta to an update whose buckets were sent raw")
     await publisher.publish(weights, session_id="unkept")
-    if (await subject.endpoint.weight_version()).kept == fourth.ref:
-        fifth = await _send_delta(publisher, other, fourth, flipped, "fifth")
-        await publisher.commit(fifth)
+    if (await subject.endpoint.weight_version()).kept == sixth.ref:
+        seventh = await _send_delta(publisher, other, sixth, flipped, "seventh")
+        await publisher.commit(seventh)
         await subject.require_serves(other, "after a delta to an update that was kept before the last one")
     await _require_far_changes(subject)
 

@@ -17,7 +17,8 @@ from inflight.conformance.endpoint.endings import require_each_stopped
 from inflight.conformance.endpoint.filters import logprob_bounds
 from inflight.conformance.endpoint.repeats import require_repeated
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.reference import chosen, distribution
+from inflight.conformance.models import make_tiny_model
+from inflight.conformance.reference import ReferenceCheckpoint, chosen, distribution
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.wire import Completion, GenerateRequest, SamplingParams
 
@@ -40,6 +41,8 @@ _LEAST_EXPECTED = 5.0
 """Tokens with at least this many expected draws have their own bin in the chi-square test; the others share one."""
 _LEAST_P = 1e-6
 """Probability with which a correct sampler fails the test."""
+_LARGE_NUCLEUS = 9_000
+"""Size of a vocabulary of which filters keep more tokens than samplers with fixed buffers."""
 _MANY = 100
 """A top_k above the limits that samplers with fixed buffers have."""
 _FILTERS = "order of the filters, whether the kept set is renormalized, and which tensor the logprob is read from"
@@ -60,12 +63,35 @@ async def temperature(subject: EndpointSubject) -> None:
 
 @check("E-13", "model", deadline_s=60, look_at=_FILTERS)
 async def top_p(subject: EndpointSubject) -> None:
-    """Under top-p, no token outside the nucleus is sampled, and processed logprobs are renormalized over it."""
+    """Under top-p, no token outside the nucleus is sampled, however many tokens it contains, and processed logprobs are
+    renormalized over it."""
     # Renormalizing raises a kept token's logprob by at most -log(top_p). That must exceed the tolerance, or processed
     # and raw logprobs could not be distinguished.
     top_p = min(0.5, math.exp(-3 * subject.tolerance))
     await _require_sampled(subject, {"top_p": top_p}, {"top_p": top_p, "temperature": 1.5})
     await _require_sampled(subject, {"top_p": 1e-4}, num_prompts=1)
+    await _require_large_nucleus(subject)
+
+
+async def _require_large_nucleus(subject: EndpointSubject) -> None:
+    """Require that thousands of tokens are kept where filters keep them.
+
+    The check starts another endpoint, which serves a model with a larger vocabulary.
+    """
+    if subject.capabilities.logprob_kind == "raw" or subject.is_coarse or subject.missing("fresh") is not None:
+        return  # raw logprobs do not show the filters, and rounding makes thousands of logits equal
+    reference = ReferenceCheckpoint(make_tiny_model(subject.directory / "nucleus", vocab_size=_LARGE_NUCLEUS))
+    endpoint = (await subject.fresh(reference.path)).endpoint
+    reference.cast((await endpoint.capabilities()).dtype)
+    prompt = [token % reference.vocab_size for token in subject.prompt()]
+    kept: tuple[dict[str, Any], ...] = ({"top_p": 0.999}, {"min_p": 1e-3}, {"top_k": _LARGE_NUCLEUS // 2})
+    for filters in kept:
+        request = subject.request(prompt, max_tokens=24, temperature=2.0, **filters)
+        completion = (await endpoint.generate(request)).completions[0]
+        gap = subject.gap(reference.weights, request, completion, reference)
+        subject.note(**{f"largest logprob difference, {filters}, {_LARGE_NUCLEUS} tokens": gap})
+        words = f"with {filters}, which keeps thousands of {_LARGE_NUCLEUS} tokens, logprobs differ by up to {gap:.3g}"
+        require(gap <= subject.tolerance, words)
 
 
 @check("E-14", "model", deadline_s=60, look_at=_FILTERS)

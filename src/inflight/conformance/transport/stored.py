@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import mmap
 import os
+import socket
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import httpx
 import torch
@@ -35,6 +38,8 @@ _LEASED_S = 15.0
 """Age at which a lease no longer keeps its update."""
 _ALIGNMENT = 64
 _REFUSED_S = 1.0
+_CUT_BYTES, _NUM_CUT = 300_000, 3
+"""A connection is cut after this many bytes of a bucket that has four times as many; the number of connections cut."""
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
@@ -101,13 +106,14 @@ def stored_files_have_their_form(t: TransportSubject) -> None:
     """The files of an update have the documented names and contents: a bucket is a safetensors file, the manifest
     appears with the last bucket, and latest.json then names the update. The newest complete updates and those that are
     leased are kept, and others are removed. Files by another author are read if they have this form, and refused if
-    they belong to another bucket."""
+    they belong to another bucket. Over HTTP, a reader whose connection is cut continues where it was."""
     (spec,) = t.sender.specs(_RUN_ID, [1], FORM_S)
     receiver = t.receiver(GroupMember(spec))
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
     if isinstance(spec, HttpFileSpec):
         with httpx.Client(timeout=FORM_S, trust_env=False) as client:
             _require_form(t, _Url(spec, client), receiver)
+        _require_continued(t, spec)
     else:
         assert isinstance(spec, DirectorySpec)
         _require_form(t, _Directory(spec), receiver)
@@ -236,6 +242,73 @@ def _require_answers(tree: _Url, name: str) -> None:
     require(part.content == whole.content[9:41], "the range from byte 9 to byte 40 contains other bytes")
     tags = [answer.headers.get("etag") for answer in (whole, part)]
     require(tags[0] is not None and tags[0] == tags[1], f"two answers for one file have the ETags {tags}")
+
+
+def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
+    """Require that a bucket arrives whose first connections are cut in the middle."""
+    bucket = bucket_of(torch.arange(_CUT_BYTES, dtype=torch.float32))
+    update = update_of([bucket], 50).model_copy(update={"run_id": _RUN_ID})
+    with _Relay(spec.url) as relay:
+        receiver = t.receiver(GroupMember(spec.model_copy(update={"url": relay.url})))
+        t.start(receiver.join, "the join over a relay").result(FORM_S)
+        t.sender.begin(update)
+        receiver.begin(update.ref)
+        results([t.start_send(bucket)], FORM_S + SLACK_S)
+        relay.num_to_cut = _NUM_CUT
+        (receive,) = t.start_receives([receiver], bucket)
+        (arrived,) = results([receive], FORM_S + SLACK_S)[0]
+        num_cut = _NUM_CUT - relay.num_to_cut
+        receiver.abort()
+    t.note(connections_cut=num_cut)
+    wrong = int((bytes_of(arrived) != bytes_of(bucket.tensors[0])).sum())
+    require(
+        not wrong, f"after {num_cut} connections were cut in the middle of a bucket, {wrong} of its bytes are wrong"
+    )
+
+
+class _Relay:
+    """Forwards connections to a server, and cuts some of them in the middle of an answer."""
+
+    def __init__(self, url: str) -> None:
+        self._to = urlsplit(url)
+        self.num_to_cut = 0
+        """How many more connections to cut."""
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        host, port = self._listener.getsockname()
+        self.url = self._to._replace(netloc=f"{host}:{port}").geturl()
+        self._open: list[socket.socket] = []
+
+    def __enter__(self) -> _Relay:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for end in (self._listener, *self._open):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection((self._to.hostname, self._to.port), timeout=FORM_S)
+                self._open += [client, server]
+                for source, target in ((client, server), (server, client)):
+                    threading.Thread(target=self._pump, args=(source, target, client), daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket, client: socket.socket) -> None:
+        num_bytes = 0
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                num_bytes += len(data)
+                if target is client and num_bytes > _CUT_BYTES and self.num_to_cut > 0:
+                    self.num_to_cut -= 1
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
 
 
 def _require_lease_ends(t: TransportSubject, tree: _Directory, receiver: WeightReceiver, name: str) -> None:

@@ -101,13 +101,15 @@ def segment_rows(lengths: Sequence[int]) -> list[slice]:
 def loss_of(logprobs_T: torch.Tensor, batch: MicroBatch, scale: float = 1.0) -> torch.Tensor:
     """Return minus ``scale`` times the sum of the targets' logprobs, each weighted by its advantage.
 
-    If the logprobs are [T, K], column k is also weighted by k + 1.
+    If the logprobs are [T, K], column k is also weighted by k + 1, and in every other row by its difference from the
+    mean of these weights: the gradients of a row then add up to 0.
     """
     advantages_T = batch.advantages_T.to(logprobs_T.device)
     if logprobs_T.dim() == 2:
-        logprobs_T = logprobs_T @ torch.arange(1, logprobs_T.shape[1] + 1, device=logprobs_T.device).to(
-            logprobs_T.dtype
-        )
+        weights_K = torch.arange(1, logprobs_T.shape[1] + 1).to(logprobs_T)
+        weights_TK = weights_K.repeat(len(logprobs_T), 1)
+        weights_TK[1::2] -= weights_K.mean()
+        logprobs_T = (logprobs_T * weights_TK).sum(1)
     weighted_T = logprobs_T * advantages_T
     return -scale * weighted_T[batch.loss_mask_T.to(logprobs_T.device)].sum()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,23 +20,25 @@ from inflight.conformance.worker.batches import (
 )
 from inflight.conformance.worker.gathering import compare_changes, gathered
 from inflight.conformance.worker.reference import ReferenceModel
-from inflight.conformance.worker.subject import WorkerSubject
+from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
 from inflight.contracts import TrainerWorker
 from inflight.contracts.trainer import data_ranks_of
 
 LEVEL = "gradient"
 LENGTHS = (9, 4, 17, 1, 6, 23)
+_MANY_TOKENS = 9216
+"""Size of a vocabulary that a head computes in several parts."""
 _AVERAGES = "an average instead of a sum, a weight per rank or micro-batch, gradients scaled twice"
 
 
 @check("W-15", deadline_s=30)
 @look_at(
     "gradient_norm of StepResult: before clipping, over all parameters and ranks; scaling in backward(), and by "
-    "temperatures; the backward pass of a head that is computed in chunks"
+    "temperatures; the backward pass of a head that is computed in chunks of targets or of the vocabulary"
 )
 def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
-    """The gradient of a loss is the one that autograd computes, at any temperatures and for any number of targets, and
-    the reported norm is that before clipping."""
+    """The gradient of a loss is the one that autograd computes, at any temperatures and for any number of targets and
+    tokens in the vocabulary, and the reported norm is that before clipping."""
     # Norms below and above the usual thresholds of clipping.
     reference = ReferenceModel(subject.model())
     batches = [make_batch((17,), seed=30 + rank, temperature=None) for rank in range(subject.data_size)]
@@ -47,6 +50,12 @@ def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
     worker = subject.create()
     accumulate(worker, [batches[subject.data_rank]])
     subject.compare_norm(worker, reference.gradient_norm(batches), f"{int(batches[0].loss_mask_T.sum())} targets")
+    path = subject.large_model("many tokens", hidden_size=32, num_layers=2, vocab_size=_MANY_TOKENS)
+    batches = [make_batch((17, 30), seed=37 + rank, temperature=None) for rank in range(subject.data_size)]
+    batches = [replace(it, token_ids_T=it.token_ids_T * (_MANY_TOKENS // VOCAB_SIZE)) for it in batches]
+    worker = subject.create(model=path)
+    accumulate(worker, [batches[subject.data_rank]])
+    subject.compare_norm(worker, ReferenceModel(path).gradient_norm(batches), f"vocabulary of {_MANY_TOKENS} tokens")
 
 
 @check("W-16", look_at="a head that is computed from a copy or a detached weight; two parameters in place of one")

@@ -163,9 +163,11 @@ class WorkerSubject:
         """Return the kit's tiny float32 checkpoint, which is created once."""
         return self.large_model("tied" if tied else "untied", hidden_size=32, num_layers=2, tied=tied)
 
-    def large_model(self, name: str, *, hidden_size: int, num_layers: int, tied: bool = False) -> Path:
+    def large_model(
+        self, name: str, *, hidden_size: int, num_layers: int, vocab_size: int = VOCAB_SIZE, tied: bool = False
+    ) -> Path:
         """Return the kit's checkpoint of this size, which rank 0 creates once while the other ranks wait."""
-        size: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": VOCAB_SIZE}
+        size: dict[str, Any] = {"hidden_size": hidden_size, "num_layers": num_layers, "vocab_size": vocab_size}
         family: Family = "qwen3_moe" if self.target.experts else "qwen3"
         return self._made_once(
             name, lambda path: make_tiny_model(path, family=family, tied=tied, tokenizer=False, **size)
