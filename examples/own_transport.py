@@ -86,6 +86,7 @@ class TcpSender(_End, WeightSender):
     def __init__(self, address: str) -> None:
         super().__init__()
         self.address, self.ranks, self.num_ranks, self.timeout_s = address, [], 0, 0.0
+        self.ref = None
 
     def specs(self, run_id, num_ranks, timeout_s):
         self.abort()
@@ -113,9 +114,11 @@ class TcpSender(_End, WeightSender):
                 self.write(rank, memoryview(b"!"), deadline)  # all are there
 
     def begin(self, update):
-        pass  # ranks distinguish buckets by their order
+        self.ref = update.ref  # ranks distinguish buckets by their order
 
     def send(self, bucket, timeout_s):
+        if bucket.ref not in (None, self.ref):
+            raise TransferError(f"bucket {bucket.index} belongs to another update: {bucket.ref}")
         with self.doing(f"sending bucket {bucket.index}", timeout_s) as deadline:
             ranks = self.ranks
             if len(ranks) < self.num_ranks:

@@ -51,6 +51,7 @@ PATCHED = (
     (inflight.weights.receive.base_weights, "merge_lora"),
     (inflight.weights.encode.delta, "_indices"),
     (inflight.weights.receive.staging.Staging, "_receive_checked"),
+    (inflight.weights.receive.staging.Staging, "keep"),
     (inflight.engines.embedded.sequences.Sequence, "note_routed"),
     *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),
     *(

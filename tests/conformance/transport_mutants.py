@@ -26,7 +26,7 @@ from inflight.contracts import Transport, WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack
-from inflight.weights.transports import named_transport, private_directory
+from inflight.weights.transports import named_transport, private_directory, ranges
 from inflight.weights.transports.bucket_records import BucketRecord, _record_name, round_up_to_pages, write_record
 from inflight.weights.transports.store import Attempt, read_text
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
@@ -705,6 +705,21 @@ def reads_any_bucket(receiver: Any) -> None:
     receiver._fill = fill
 
 
+def continues_from_the_start(receiver: Any) -> None:
+    """A range whose connection was cut is requested again from its beginning."""
+    client = receiver._client
+    continue_range = client._continue
+
+    def spoiled(names: Any, part: Any, *others: Any) -> None:
+        shifted = ranges._Part(part.start - part.done, part.data, part.done)
+        try:
+            continue_range(names, shifted, *others)
+        finally:
+            part.done = shifted.done
+
+    client._continue = spoiled
+
+
 def is_open_to_others(sender: Any) -> None:
     specs = sender.specs
 
@@ -1096,6 +1111,12 @@ MUTANTS = {
     "removes no update": Mutant("T-43", "http: old updates are not removed", removes_nothing, transport="http"),
     "reads any bucket": Mutant(
         "T-43", "file: a receiver reads files of other buckets", receiver=reads_any_bucket, transport="file"
+    ),
+    "continues from the start": Mutant(
+        "T-43",
+        "http: a range that was cut is requested again from its beginning, but written where it ended",
+        receiver=continues_from_the_start,
+        transport="http",
     ),
     "open to others": Mutant("T-44", "shm: others may read the directory", is_open_to_others, transport="shm"),
     "ignores locks of readers": Mutant(

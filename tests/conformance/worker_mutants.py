@@ -1892,6 +1892,27 @@ class LaterChunksUnlearned(FsdpWorker):
         return torch.where(is_first_T, logprobs_T, logprobs_T.detach())
 
 
+class PartsAddedTwice(FsdpWorker):
+    """Targets in the first 4,096 tokens of the vocabulary have their gradient in the following part as well."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logprobs_T = super().forward(batch)
+        if logprobs_T.dim() == 2 or int(batch.token_ids_T.max()) < 4096:
+            return logprobs_T
+        is_early_T = batch.token_ids_T < 4096
+        return torch.where(is_early_T, 2.0 * logprobs_T - logprobs_T.detach(), logprobs_T)
+
+
+class CancellingUnlearned(FsdpWorker):
+    """Positions whose targets' gradients add up to zero have none."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logprobs_TK = super().forward(batch)
+        if logprobs_TK.dim() == 2:
+            logprobs_TK.register_hook(lambda grad_TK: grad_TK * (grad_TK.sum(1, keepdim=True).abs() > 1e-6))
+        return logprobs_TK
+
+
 class GatherClears(FsdpWorker):
     """A gather clears the gradients, to free memory for its copies."""
 
@@ -2337,6 +2358,12 @@ MUTANTS = {
     ),
     "later_chunks_unlearned": Mutant(
         LaterChunksUnlearned, "W-15", "only the first 1,024 targets of a micro-batch have a gradient"
+    ),
+    "parts_added_twice": Mutant(
+        PartsAddedTwice, "W-15", "the gradients of a vocabulary that is computed in parts are added twice"
+    ),
+    "cancelling_unlearned": Mutant(
+        CancellingUnlearned, "W-66", "positions whose targets' gradients add up to zero have none"
     ),
     "gather_clears": Mutant(GatherClears, "W-33", "a gather clears the gradients"),
     "warm_up_of_decays_only": Mutant(WarmUpOfDecaysOnly, "W-75", "the constant schedule has no warm-up"),

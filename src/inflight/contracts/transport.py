@@ -49,7 +49,10 @@ class WeightSender(Protocol):
 
     @abstractmethod
     def send(self, bucket: WeightBucket, timeout_s: float) -> None:
-        """Send one bucket; blocks until it has been sent. If it raises `TransferError`, the group is unusable."""
+        """Send one bucket; blocks until it has been sent. If it raises `TransferError`, the group is unusable.
+
+        Refuse a bucket whose ``ref`` is that of another update, which a call from that update may bring late.
+        """
 
     @abstractmethod
     def end(self, *, is_done: bool) -> None:

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import torch
+
+import inflight.engines.embedded.sampler
 import inflight.engines.embedded.stepping
 import inflight.http.server
 import inflight.weights.receive.staging
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.errors import InvalidRequestError, PoisonedError, ReleasedError, UpdateRefusedError
-from inflight.wire import AbortRequests, EndpointState, InFlightPolicy, SamplingParams, ScoreRequest, TransportSpec
+from inflight.wire import (
+    AbortRequests,
+    BucketTransfer,
+    EndpointState,
+    InFlightPolicy,
+    SamplingParams,
+    ScoreRequest,
+    TransportSpec,
+)
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import replaces, sampling_with
+
+_CANDIDATES = 1024
 
 
 @replaces("generate_stream")
@@ -270,6 +284,38 @@ def any_content_type(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def filters_the_likeliest(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    def faulty(logits_BV: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+        cut = [it if it.top_p == 1.0 else it.model_copy(update={"top_k": it.top_k or _CANDIDATES}) for it in params]
+        return filtered(logits_BV, cut)
+
+    filtered = inflight.engines.embedded.sampler._apply_filters
+    inflight.engines.embedded.sampler._apply_filters = faulty
+    return endpoint
+
+
+def keeps_no_raw_bucket(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    def faulty(staging: Any, bucket: Any, *others: Any) -> Any:
+        flat = received(staging, bucket, *others)
+        transfer = next(it for it in (bucket, *others) if isinstance(it, BucketTransfer))
+        if staging._base is not None and transfer.encoding == "raw" and not transfer.parts:
+            staging.stale = {**getattr(staging, "stale", {}), transfer.bucket_index: True}
+        return flat
+
+    def kept(staging: Any) -> Any:
+        found = keep(staging)
+        if found is None or staging._base is None:
+            return found
+        stale = getattr(staging, "stale", {})
+        flats = [staging._base.flats[i] if i in stale else flat for i, flat in enumerate(found.flats)]
+        return dataclasses.replace(found, flats=flats)
+
+    staging_type: Any = inflight.weights.receive.staging.Staging
+    received, keep = staging_type._receive_checked, staging_type.keep
+    staging_type._receive_checked, staging_type.keep = faulty, kept
+    return endpoint
+
+
 MUTANTS = (
     Mutant(
         "streams while poisoned", "U-37", "A POISONED endpoint refuses requests, but streams.", streams_when_poisoned
@@ -374,6 +420,18 @@ MUTANTS = (
         "A chat stream is sampled to its end after its connection was cut.",
         chat_streams_to_the_end,
         over_http=True,
+    ),
+    Mutant(
+        "filters the likeliest 1024",
+        "E-13",
+        "Under top-p, only the 1,024 likeliest tokens are candidates.",
+        filters_the_likeliest,
+    ),
+    Mutant(
+        "keeps no raw bucket",
+        "U-18",
+        "A bucket that a delta sends raw is not kept as the base of the next delta.",
+        keeps_no_raw_bucket,
     ),
     Mutant("metrics fail", "E-56", "/metrics responds with 500.", without_metrics, over_http=True),
     Mutant("any content type", "E-52", "Bodies of every content type are accepted.", any_content_type, over_http=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from inflight.base.shortened import shortened
 from inflight.conformance.calls import SLACK_S, PendingCall, results
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.transport.sockets import listening, num_descriptors
-from inflight.conformance.transport.subject import TransportSubject, bucket_of, bytes_of, failure_of
+from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.contracts import WeightReceiver, WeightSender
 from inflight.errors import TransferError
 
@@ -21,6 +22,8 @@ LEVEL = "abort"
 _BIG = 1 << 22
 """Number of float32 elements whose bytes exceed any socket buffer."""
 _NUM_GROUPS = 6
+_TOO_LATE_S = 0.5
+"""Timeout of a group whose sender joins once its receiver has been aborted."""
 _NUM_UPDATES = 10
 """Number of updates in one group, after which and after twice as many its descriptors are counted."""
 _LONG_S = 8.0
@@ -109,7 +112,7 @@ def abort_ends_a_pending_send(t: TransportSubject) -> None:
 @check("T-33", deadline_s=50, look_at="abort of the sender: state and bytes that outlive the group")
 def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
     """After abort, or while an update is open, the same sender forms the next group, and only the bytes of that
-    group's buckets arrive."""
+    group's buckets arrive. The send of a bucket of another update raises TransferError."""
     bucket, stale = bucket_of(torch.randn(_BIG)), bucket_of(torch.zeros(_BIG))
     seconds = []
     for when in ("join", "send", "group"):
@@ -139,6 +142,10 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
     receive = t.start(lambda: receiver.receive(stale.specs, 0.5), "the receive of a bucket of the group before")
     failure_of(receive, 0.5 + SLACK_S)
     sending.ending(_LONG_S + SLACK_S)
+    (receiver,) = t.form()
+    t.begin([receiver], bucket)
+    stray = replace(bucket, ref=ref)
+    failure_of(t.start_send(stray), FORM_S + SLACK_S)
 
 
 @check("T-34", look_at="abort of either end: before a group is formed, and after it has ended")
@@ -220,7 +227,20 @@ def _use_groups(t: TransportSubject, num_groups: int) -> None:
         t.members([1])
         t.sender.abort()
         t.members([1])
+        if t.sender.is_collective:
+            _join_after_an_abort(t)
     t.sender.abort()
+
+
+def _join_after_an_abort(t: TransportSubject) -> None:
+    """Let the sender join a group whose only receiver was aborted while it joined."""
+    (member,) = t.members([1], _TOO_LATE_S)
+    receiver = t.receiver(member)
+    joining = t.start(receiver.join, "the join of a receiver that is then aborted")
+    joining.has_ended(_TOO_LATE_S / 4)
+    receiver.abort()
+    t.start(t.sender.join, "a join after the receiver's abort").ending(_TOO_LATE_S + SLACK_S)
+    joining.ending(SLACK_S)
 
 
 def _files(t: TransportSubject) -> set[str]:

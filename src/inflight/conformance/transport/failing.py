@@ -19,12 +19,14 @@ from inflight.types import WeightBucket
 
 LEVEL = "failures"
 _TIMEOUT_S = 0.8
-_WAIT_S = 3.0
-"""Timeout of calls that must end when it expires. It exceeds `SLACK_S`, so that a call that waits for twice the timeout
-is not mistaken for one that a busy machine delays."""
+_WAIT_S = 2.9
+"""Timeout of calls that must end when it expires, in no whole number of seconds. It exceeds `SLACK_S`, so that a call
+that waits for twice the timeout is not mistaken for one that a busy machine delays."""
 _LATE_S = 2.2
 """Time from the beginning of a receive until its bucket is sent."""
 _SEND_S = 1.3
+_ON_TIME = 0.95
+"""The share of a timeout before which no call may end."""
 _UNREAD_S, _READ_S, _READ_LAG_S = 0.5, 4.0, 0.3
 """Timeouts of a send that one rank does not read and of the other calls in its group, and how long a rank may still
 read what was sent before the send failed."""
@@ -422,7 +424,7 @@ def _require_timely_failure(t: TransportSubject, call: Callable[[], Any], what: 
     error = failure_of(pending := t.start(call, what), 2 * _WAIT_S + SLACK_S)
     seconds = pending.ending(0.0).seconds
     t.note(timeout_s=_WAIT_S, seconds=seconds, message=str(error))
-    require(seconds > _WAIT_S / 2, f"{what} failed after {seconds:.2f} s, before its timeout of {_WAIT_S:g} s")
+    require(seconds > _ON_TIME * _WAIT_S, f"{what} failed after {seconds:.2f} s, before its timeout of {_WAIT_S:g} s")
     words = f"{what} failed only after {seconds:.2f} s, although its timeout is {_WAIT_S:g} s"
     require(seconds <= _WAIT_S + SLACK_S, words)
 

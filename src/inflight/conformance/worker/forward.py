@@ -50,13 +50,13 @@ def logprobs_of_a_tied_model(subject: WorkerSubject) -> None:
 @check("W-06", deadline_s=30)
 @look_at(
     "temperature_T[t] divides the logits of the row that predicts token t; logprobs are not divided; a head that is "
-    "computed in chunks needs the temperatures of each chunk"
+    "computed in chunks needs the temperatures of each chunk, also where the first one is 1"
 )
 def each_token_has_its_own_temperature(subject: WorkerSubject) -> None:
     """Each logprob is at its token's own temperature: the log softmax of the logits divided by the temperature, however
     many targets a micro-batch has."""
     batch = every_target(make_batch(OF_SEVERAL_CHUNKS, seed=3, temperature=None))
-    batch.temperature_T[::3], batch.temperature_T[1::3] = _COLDEST, 5.0
+    batch.temperature_T[::3], batch.temperature_T[1::3], batch.temperature_T[:2] = _COLDEST, 5.0, 1.0
     plain = ReferenceModel(subject.model()).logprobs(replace(batch, temperature_T=torch.ones(batch.num_tokens)))
     found = subject.create().forward(batch).detach().double()
     subject.note(
