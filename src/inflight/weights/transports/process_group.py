@@ -184,6 +184,20 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         ahead, self._ahead = self._ahead, None
         if group is None:
             raise TransferError("no weight group is formed")
+        try:
+            return self._receive(group, ahead, specs, timeout_s, what)
+        except TransferError:
+            self.abort()  # the next receive would be taken for this one
+            raise
+
+    def _receive(
+        self,
+        group: CollectiveGroup,
+        ahead: tuple[torch.Tensor, Future[None]] | None,
+        specs: Sequence[TensorSpec],
+        timeout_s: float,
+        what: str,
+    ) -> list[torch.Tensor]:
         size_bytes = sum(spec.size_bytes for spec in specs)
         if ahead is None:
             flat = self._buffer(size_bytes)
