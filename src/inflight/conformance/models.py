@@ -87,8 +87,8 @@ def make_tiny_model(
 def lower_logits(weights: dict[str, torch.Tensor], depth: float) -> None:
     """Change the weights of an untied model so that all logits are far below 0, by about ``depth``.
 
-    Channel 0 of the residual stream then has the same value for every token, which outweighs all others in the final
-    norm.
+    Channel 0 of the residual stream then has the same value for every token, and outweighs all other channels in the
+    final norm.
     """
     for name, tensor in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -24,7 +24,7 @@ _NUM_FACTORS = 1 << 18
 """How many random factors are drawn to perturb a tensor. A larger tensor reuses them, because drawing factors takes
 longer than any other part of an update of a real model."""
 _FEWEST_SHARED = 16
-"""Number of tokens at the beginning of a sequence from which on their keys and values are used again."""
+"""Keys and values of an earlier sequence are reused if it begins with at least this many of the same tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,10 +53,10 @@ class ReferenceCheckpoint:
         self._loaded: dict[str, ReferenceWeights] = {}
         """The weights that each of these models contains, by dtype; missing where they are not known."""
         self._computed: dict[str, tuple[ReferenceWeights | None, tuple[int, ...], Any]] = {}
-        """The last sequence of tokens by dtype: the weights, the tokens, and their keys and values."""
+        """By dtype, the last sequence that was computed: the weights, the tokens, and their keys and values."""
         layer_types = getattr(self.config.get_text_config(), "layer_types", None) or ()
         self._reuses_prefixes = set(layer_types) <= {"full_attention"}
-        """Whether keys and values of a prefix can be cut off from those of a longer sequence."""
+        """Whether the keys and values of a longer sequence can be cut down to those of a prefix."""
         self._perturbed: tuple[tuple[str, int], ReferenceWeights] | None = None
         """The arguments and the result of the last call of `perturbed`."""
         self.images = load_image_processor(path)
@@ -136,7 +136,7 @@ class ReferenceCheckpoint:
         return self._perturbed[1]
 
     def rounded_again(self, weights: ReferenceWeights, dtype: str) -> ReferenceWeights:
-        """Return float32 weights in which each element is larger or smaller at random, by a typical rounding error of
+        """Return float32 weights in which each element is randomly larger or smaller, by a typical rounding error of
         ``dtype``."""
         step, random = torch.finfo(getattr(torch, dtype)).eps / 4, torch.Generator().manual_seed(1)
         tensors = {
@@ -186,8 +186,8 @@ class ReferenceCheckpoint:
     def _continued(self, weights: ReferenceWeights, dtype: str, ids: Sequence[int], num: int) -> torch.Tensor:
         """Return float32 [T, V]: the logits after each of the last ``num`` tokens.
 
-        What the previous call computed with the same weights for the beginning of these tokens is used again: checks
-        often compare several completions of one prompt.
+        What the previous call computed with the same weights for the beginning of these tokens is reused, because
+        checks often compare several completions of one prompt.
         """
         known_weights, known_ids, cache = self._computed.pop(dtype, (None, (), None))
         shared = 0

@@ -16,7 +16,7 @@ from inflight.wire import Completion, EndpointState, GenerateRequest, GenerateRe
 _READY_S = 8.0
 """Time limit for what a check left behind to end, such as the lease of a pause."""
 _IDS = 8
-"""How many of the ids that a check has used are used once more."""
+"""How many of the ids that a check has used are used again."""
 
 
 async def until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
@@ -134,7 +134,7 @@ async def require_all_whole(running: Running, what: str) -> list[Completion]:
 
 
 async def require_left_usable(subject: EndpointSubject) -> None:
-    """Require that what a check did leaves the endpoint usable: READY and idle, with every id free, and serving.
+    """Require that a check has left the endpoint usable: READY and idle, with every id free, and serving.
 
     If the weights have not been touched, the logprobs of a request must be those of the checkpoint.
     """

@@ -177,7 +177,7 @@ async def _require_fresh_under_the_same_version(
     subject: EndpointSubject, policy: InFlightPolicy, prompt: Sequence[int], weights: ReferenceWeights
 ) -> None:
     """Require that a prompt is computed again after another training run has published other weights under the version
-    that is already served, even if a request with this prompt began before and ended after that."""
+    that is already served, even if a request with this prompt began before that update and ended after it."""
     version, prompt = subject.publisher.version, (*prompt[:-2], 1)
     subject.publisher.lose_group()
     another = subject.another_publisher()
@@ -346,8 +346,8 @@ async def _until_sampling(clients: Sequence[InferenceEndpoint], running: Sequenc
 def due_logits(
     subject: EndpointSubject, published: Mapping[int, ReferenceWeights], answer: SentAnswer, policy: InFlightPolicy
 ) -> Callable[..., torch.Tensor] | None:
-    """Return a function that takes a ``dtype`` and computes the logits [T, V] from which the policy prescribes that the
-    tokens of an answer are sampled; None if the answer does not determine them.
+    """Return a function that computes, in a given ``dtype``, the logits [T, V] from which the tokens of an answer must
+    have been sampled under this policy; None if the answer does not determine them.
 
     Under keep, they are not determined if the first token was sampled with a later version than the one under which the
     request was sent: the beginning of the prompt may have been computed with the older weights.

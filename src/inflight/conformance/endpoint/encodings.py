@@ -53,8 +53,8 @@ async def frozen_tensors(subject: EndpointSubject) -> None:
 
 @check("U-16", "updates bfloat16", look_at=_DECODE)
 async def in_bfloat16(subject: EndpointSubject) -> None:
-    """After an update in bfloat16, logprobs are those of the weights rounded to bfloat16, except in buckets that were
-    sent raw."""
+    """After an update in bfloat16, logprobs are those of the weights rounded to bfloat16; buckets that were sent raw
+    are not rounded."""
     await _publish_rounded(subject, "bfloat16", lambda tensor: tensor.to(torch.bfloat16).to(tensor.dtype))
 
 
@@ -76,7 +76,7 @@ async def _publish_rounded(
     await publisher.publish(other, encodings=(encoding,), bucket_bytes=other.size_bytes // 3)
     subject.note(**{f"largest logprob difference from B before {encoding}": await subject.gap_now(other)})
     await subject.require_serves(decoded, f"after an update in {encoding}")
-    # A bucket may be sent raw although the update announces an encoding.
+    # A bucket may be sent raw even if the update announces an encoding.
     update = await publisher.request(other, encodings=(encoding,), bucket_bytes=other.size_bytes // 3)
     await publisher.send_bucket(update, publisher.bucket(update, other, 0))
     for index in range(1, len(update.buckets)):
@@ -85,7 +85,7 @@ async def _publish_rounded(
     sent_raw = {spec.name for spec in update.manifest.tensors[: update.buckets[0].stop]}
     mixed = {name: other.tensors[name] if name in sent_raw else tensor for name, tensor in decoded.tensors.items()}
     weights = ReferenceWeights(f"B in {encoding} except for its first bucket", mixed)
-    await subject.require_serves(weights, f"after an update in {encoding} whose first bucket was raw")
+    await subject.require_serves(weights, f"after an update in {encoding} whose first bucket was sent raw")
 
 
 def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,17 +29,17 @@ _NUM_COMPARED = 6
 _STOP_LENGTHS = (2, 4, 3, 2)
 """Number of tokens in the stop string of each case."""
 _FEWEST_COARSE_CASES = 3
-"""Smallest number of completions that count where rounding decides whether a single one is repeated."""
+"""Fewest cases that are judged where rounding decides whether any single completion is repeated."""
 _MOST_SEEDS = 40
 """Maximum number of completions that are searched for a place at which to stop."""
 _LITERALLY_ABSENT = ("QUI", "q.i", " qui", "qui ")
-"""Stop strings that occur in the text of `_PAIRS` only without regard to case, as patterns, or without their spaces."""
+"""Stop strings that occur in the text of `_PAIRS` only if case or spaces are ignored, or as patterns."""
 _NEVER, _SHORT = "\x00 never", "~"
 """Stop strings that never occur."""
 _LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
 """Characters of three bytes each; all the bytes are different."""
 _TEXT, _ENDS = "abcdefghij\x00l", "d\x00"
-"""A text that a model samples, and those of its bytes that end a sequence. One of them is token 0."""
+"""A text that a model samples, and the bytes of it that end a sequence. One of these is token 0."""
 _PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
 """Tokens of two letters each, and a part of their text that ends within the last token."""
 _NUM_STOP_STRINGS, _NUM_STOP_TOKENS = 6, 40
@@ -97,7 +97,7 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes any of its stop strings, even if the string ends within that token
     or each of its characters takes several tokens. That token is listed with its logprob, and the finish reason is
-    stop. A stop string is matched literally; one that lies or begins in the prompt, or in an earlier part of the
+    stop. A stop string is matched literally; one that occurs or begins in the prompt, or in an earlier part of the
     completion, does not end the completion."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
@@ -152,7 +152,7 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
             completing = _completing(reference.tokenizer, stop, found)
             text = "" if reference.tokenizer is None else reference.tokenizer.decode(list(found.token_ids))
             require(
-                completing, f"with the stop strings {words}, a completion of 48 tokens at most ended after {text!r}"
+                completing, f"with the stop strings {words}, a completion of at most 48 tokens ended after {text!r}"
             )
             what = f"stop string {stop!r}, which {where}, among {words}"
             _require_ended(found, completing, 48, what)

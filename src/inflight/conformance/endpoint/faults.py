@@ -199,14 +199,14 @@ async def in_and_out(subject: EndpointSubject) -> None:
 
 
 async def _require_nothing_heals(subject: EndpointSubject, weights: ReferenceWeights, when: str) -> None:
-    """Require that an endpoint with torn weights answers requests of no kind, and that neither the lease of an update
-    nor a new group nor a release of memory makes it READY."""
+    """Require that an endpoint with torn weights answers no request of any kind, and that neither an expired lease, nor
+    a new group, nor a release of memory makes it READY."""
     publisher = subject.publisher
     await require_nothing_answered(subject, PoisonedError, when)
     short_s = _SHORT_S * SLOWNESS.get()
     await publisher.request(weights, lease_s=short_s)
     await asyncio.sleep(1.5 * short_s)
-    await wait_until_settled(subject, f"{when}, and after a lease")
+    await wait_until_settled(subject, f"{when}, and after the lease of an update")
     await _require_poisoned(subject, f"{when}, and after the lease of an update expired")
     publisher.lose_group()
     await publisher.form_group()

@@ -1,4 +1,4 @@
-"""Delays what an endpoint does in its event loop, so that its engine is ahead of what it has recorded."""
+"""Holds up an endpoint's event loop, so that its engine is ahead of what the endpoint has recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight.conformance.endpoint.subject import EndpointSubject
 _BLOCKED_S = 0.01
 """How long the event loop is blocked each time: longer than a step of a small model."""
 _NUM_CALLERS = 64
-"""How many calls a server has to answer at any time."""
+"""Number of concurrent calls that hold up a server."""
 
 
 @contextlib.asynccontextmanager
@@ -21,7 +21,7 @@ async def held_up(subject: EndpointSubject) -> AsyncIterator[None]:
 
     The loop of a server is held up by many calls at once. An endpoint in this process shares this process's loop, which
     is blocked repeatedly. The engine may then sample from new weights before the endpoint has recorded that they are
-    served; answers must be correct even so.
+    served; answers must still be correct.
     """
     endpoint, is_over = subject.endpoint, False
 

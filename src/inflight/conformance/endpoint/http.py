@@ -138,7 +138,7 @@ def _with_unknown_keys(good: dict[str, Any]) -> dict[str, bytes]:
 @check("E-52", "url", deadline_s=60, look_at=_PARSING)
 async def malformed_bodies(subject: EndpointSubject) -> None:
     """A malformed body, including one with an unknown key at any depth, is refused with a 4xx status and an ErrorBody.
-    So are a body that is not JSON, and a request by a web page of another origin."""
+    So are a body whose content type is not JSON, and a request from a web page of another origin."""
     token = subject.opened.token
     generate = subject.request().model_dump(mode="json")
     ref = {"run_id": "check", "version": 1}
@@ -157,8 +157,8 @@ async def malformed_bodies(subject: EndpointSubject) -> None:
     subject.note(refused=num_refused)
     body = json.dumps(generate).encode()
     for what, headers, statuses in (
-        ("a body of the type text/plain", {"content-type": "text/plain"}, (401, 415)),
-        ("a request by a web page of another origin", {"origin": "http://elsewhere.example"}, (401, 403)),
+        ("a body of type text/plain", {"content-type": "text/plain"}, (401, 415)),
+        ("a request from a web page of another origin", {"origin": "http://elsewhere.example"}, (401, 403)),
     ):
         named = {"content-length": str(len(body)), "authorization": "", **headers}
         async with connection(subject) as (reader, writer):
@@ -200,7 +200,7 @@ async def long_body(subject: EndpointSubject) -> None:
 @check("E-54", "url", deadline_s=60)
 @look_at("whether the server watches for a disconnect while it generates, and cancels the request in the engine")
 async def cut_connections(subject: EndpointSubject) -> None:
-    """A request, plain or streamed, chat included, ends when its connection is cut.
+    """A generate or chat request, plain or streamed, ends when its connection is cut.
 
     An equally long request that is not cut runs at the same time, or before the cut one if only one sequence is decoded
     at a time.
@@ -228,7 +228,7 @@ async def cut_connections(subject: EndpointSubject) -> None:
 
 
 def _bodies_to_cut(subject: EndpointSubject) -> list[tuple[str, str, Callable[[], bytes]]]:
-    """Return the name, the path and the maker of the body of each kind of long request."""
+    """Return the name and the path of each kind of long request, and a function that makes its body."""
 
     def generate(stream: bool) -> bytes:
         return subject.request(max_tokens=subject.remaining_tokens(), stream=stream).model_dump_json().encode()
@@ -290,7 +290,7 @@ async def health(subject: EndpointSubject) -> None:
     for path, part in (("/v1/models", json.dumps(subject.capabilities.model)), ("/metrics", ""), ("/openapi.json", "")):
         answer = await answer_to(subject, "GET", path)
         require(answer.status == 200, f"{path} responds with status {answer.status}: {answer.body[:200]!r}")
-        require(part.encode() in answer.body, f"{path} does not contain {part}: {answer.body[:200]!r}")
+        require(part.encode() in answer.body, f"the response of {path} does not contain {part}: {answer.body[:200]!r}")
     if subject.missing("updates") is None:
         update = await subject.publisher.request(subject.reference.weights)
         try:

@@ -1,7 +1,7 @@
-"""Level ``caches``: requests of many kinds next to one another, while updates of all kinds arrive.
+"""Level ``caches``: many kinds of requests run concurrently while updates of all kinds arrive.
 
-Other checks vary one thing at a time. This one draws everything at random, always from the same seed, and requires of
-each answer what the contract prescribes for it alone.
+Other checks vary one thing at a time. This one draws everything at random, always from the same seed, and requires each
+answer to be what the contract prescribes for that request alone.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ from inflight.wire import (
 LEVEL = "caches"
 _SEED = 75
 _NUM_CLIENTS, _NUM_UPDATES = 12, 26
-"""Number of clients that sample at the same time, and of updates under each policy while they do."""
+"""Number of clients that sample concurrently, and number of updates under each policy while they do."""
 _MOST_TOKENS, _MOST_COMPLETIONS = 90, 3
 _PREFIX_LENGTHS = (1, 17, 64, 130)
-"""Lengths of prefixes that prompts share: below, at and above the sizes of pages."""
+"""Lengths of prefixes that prompts share: below, at and above the usual page sizes."""
 _STOPS = 12
 """Number of stop tokens of a request that has any."""
 _PAUSE_S = 0.03
 """Longest time between two updates."""
 _ENDS_S = 30.0
 _JUDGED_S = 10.0
-"""For how many seconds answers are judged under each policy, beginning with those of the most versions."""
+"""How long answers are judged under each policy, beginning with those that contain tokens from the most versions."""
 
 
 @check("U-75", "updates spans", deadline_s=180)
-@look_at("what differs between this request and one that runs alone: its neighbours, the updates, what ended early")
+@look_at("what differs between this request and one that runs alone: neighbours, updates, requests that ended early")
 async def mixed_requests(subject: EndpointSubject) -> None:
     """However requests, updates of any kind, aborts and refused calls are mixed, every request ends as it would alone,
-    and each of its tokens has the logprob that its version and the policy prescribe."""
+    and each of its tokens has the logprob that the token's version and the policy prescribe."""
     chain, clients = UpdateChain(subject), (subject.endpoint, await subject.another_client())
     for policy in subject.pausing_policies():
         traffic = _Traffic(subject, clients, chain, policy)
@@ -198,7 +198,7 @@ class _Traffic:
         return request
 
     def judge(self) -> None:
-        """Require that every answer is the one that is due."""
+        """Require that every answer is what the contract prescribes."""
         subject, began, largest, num_judged = self._subject, time.monotonic(), 0.0, 0
         for answer in self._answers:
             self._require_ended(answer)
@@ -230,13 +230,13 @@ class _Traffic:
         ids, sampling = completion.token_ids, request.sampling
         ends = set(sampling.stop_token_ids)
         ends |= set() if sampling.ignore_eos else self._subject.reference.eos_token_ids
-        words = f"a completion of {sampling.max_tokens} tokens at most, with the stop tokens {sorted(ends)},"
+        words = f"a completion of at most {sampling.max_tokens} tokens, with the stop tokens {sorted(ends)},"
         early = [token for token in ids[:-1] if token in ends]
         require(not early, f"{words} continued after token {early[:1]}")
         is_stopped, is_long = bool(ids) and ids[-1] in ends, len(ids) == sampling.max_tokens
-        due = "stop" if is_stopped else "length" if is_long else "abort"
-        is_due = reason == due and (due != "abort" or answer.was_aborted)
-        require(is_due, f"{words} has {len(ids)} tokens, the last of them {ids[-1:]}, and ended with {reason!r}")
+        due = {"stop"} if is_stopped else {"abort"} if answer.was_aborted and not is_long else set()
+        is_due = reason in (due | {"length"} if is_long else due)
+        require(is_due, f"{words} has {len(ids)} tokens, the last of which is {ids[-1:]}, and ended with {reason!r}")
         num_spanned = completion.version_spans[-1].end if completion.version_spans else 0
         require(
             len(completion.logprobs) == len(ids) == num_spanned,

@@ -18,7 +18,7 @@ LEVEL = "parity"
 _NUM_PROMPTS, _FEWEST_PROMPTS = 8, 3
 _NUM_TOKENS = 96
 _SAMPLE_S = 1.0
-"""How long a completion takes on endpoints that sample for all prompts; slower ones sample for fewer."""
+"""Longest time of a completion on endpoints that sample for all prompts; slower endpoints sample for fewer."""
 _DRIFT_UPDATES, _FEWEST_DRIFT_UPDATES, _DRIFT_S = 50, 20, 15.0
 
 

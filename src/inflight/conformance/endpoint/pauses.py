@@ -161,7 +161,7 @@ async def newcomers_wait(subject: EndpointSubject) -> None:
 @check("E-34", "updates drain", deadline_s=60, look_at=_DRAIN)
 async def drain_finishes_requests(subject: EndpointSubject) -> None:
     """Under drain, running requests finish under the old weights before the pause is acknowledged; new ones wait. A
-    request whose caller disconnects delays the pause no longer."""
+    request whose caller disconnects no longer delays the pause."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.context_len // 2)
     await publisher.form_group()
@@ -225,8 +225,8 @@ async def _begin_stream(
 
 @check("E-35", "updates drain", deadline_s=60, look_at=_DRAIN)
 async def drain_out_of_time(subject: EndpointSubject) -> None:
-    """A drain that takes longer than the update's deadline is refused, even in the commit of a staged update, and every
-    request continues; once all have ended, new requests are served."""
+    """A drain that takes longer than the update's deadline is refused, even during the commit of a staged update, and
+    every request continues; once all have ended, new requests are served."""
     await subject.publisher.form_group()
     running = await subject.start_running(4, max_tokens=min(500, subject.context_len * 3 // 4))
     options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S}
@@ -242,7 +242,7 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
 
 
 async def _drain_out_of_time_at_the_commit(subject: EndpointSubject) -> None:
-    """Require that a staged update whose commit cannot drain in time is over, and that every request continues."""
+    """Require that a staged update ends if its commit cannot drain in time, and that every request continues."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S, "staged": True}
     update = await publisher.request(other, **options)
@@ -251,9 +251,9 @@ async def _drain_out_of_time_at_the_commit(subject: EndpointSubject) -> None:
     commit = subject.endpoint.commit_weight_update(update.ref)
     await subject.require_refused(commit, "the commit of a staged update whose drain exceeds its deadline")
     publisher.lose_group()
-    when = "after the commit of a staged update had not drained in time"
+    when = "after the commit of a staged update failed to drain in time"
     await require_all_whole(running, f"a request that ran {when}")
-    await require_all_whole(subject.start(1, 16), f"a request that was sent {when} and those before it had ended")
+    await require_all_whole(subject.start(1, 16), f"a request that was sent {when} and earlier requests had ended")
     await require_old_weights(subject, when)
 
 

@@ -1,5 +1,5 @@
-"""Level ``caches``: what running requests keep across an update: old keys and values, or none, and the random number
-sequence."""
+"""Level ``caches``: whether running requests keep or recompute keys and values when an update arrives, and whether
+their random number sequence continues."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ async def _recomputed_under_the_same_version(subject: EndpointSubject) -> None:
     for i, ((request, completion), has_continued) in enumerate(zip(answers, continued, strict=True)):
         if has_continued:
             gap = subject.gap(other, request, completion, start=len(completion.token_ids) - 1)
-            words = f"after an update with the version that was already served, {_off(i, gap)}"
+            words = f"of {len(answers)} completions during which the served version was published again, {_off(i, gap)}"
             require(gap <= subject.tolerance, words)
     subject.note(**{"running while the served version was published again": sum(continued)})
 

@@ -61,11 +61,11 @@ async def _require_refused_during_a_stream(subject: EndpointSubject) -> None:
             chunks += 1
 
     reading = subject.begin(read())
-    await until(lambda: chunks, SERVED_S, "a stream gave no token", [reading])
+    await until(lambda: chunks, SERVED_S, "a stream yielded no token", [reading])
     async with _restored(subject.releasing):
         await subject.require_raises(subject.releasing.release_memory(), BusyError, "a release while a stream runs")
         seen = chunks
-        await until(lambda: chunks > seen, SERVED_S, "after a release was refused, a stream gave no token", [reading])
+        await until(lambda: chunks > seen, SERVED_S, "after a refused release, a stream yielded no token", [reading])
     await cancel_and_wait(reading)
 
 
@@ -86,7 +86,7 @@ async def _require_refused_during_updates(subject: EndpointSubject) -> None:
 @look_at("whether generate and request_weight_update check the state, and whether other clients can see it")
 async def refuses_while_released(subject: EndpointSubject) -> None:
     """While memory is released, every client sees the state released and the version unchanged; requests raise
-    ReleasedError, updates are refused, a weight group may be formed, and a repeated release changes nothing. /health
+    ReleasedError, updates are refused, a weight group can be formed, and a repeated release changes nothing. /health
     responds with 200."""
     before = await subject.endpoint.weight_version()
     await subject.publisher.form_group()

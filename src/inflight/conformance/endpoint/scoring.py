@@ -207,8 +207,8 @@ async def require_right_scores(
     what: str,
     weights: ReferenceWeights | None = None,
 ) -> None:
-    """Require that each token from ``start`` on has the score that these weights, or the checkpoint's, give it in the
-    context of the preceding tokens.
+    """Require that each token from ``start`` on has the score that ``weights`` (by default, the checkpoint's) give it
+    in the context of the preceding tokens.
     """
     request = _request(subject, token_ids, start)
     (response,) = await _scored(subject, [request])

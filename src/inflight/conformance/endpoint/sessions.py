@@ -25,8 +25,8 @@ _NUM_DRAINED = 150
 _NUM_REPORTED = 16
 """Number of runs whose incarnations an endpoint reports."""
 _NUM_BETWEEN, _NUM_UNOPENED = 20, 220
-"""Numbers of sessions that end, after or before they were requested, before an earlier session is called again.
-Endpoints remember 256."""
+"""How many sessions are aborted after they were requested, and how many before, until an earlier one is called again.
+Endpoints remember 256 ended sessions."""
 _LEASE_S, _BETWEEN_S = 1.2, 0.1
 """Lease of an update during which late calls of another session arrive, and the time between them."""
 _NAMES = "whether run, version and session are remembered for open, served and ended updates"
@@ -34,8 +34,8 @@ _NAMES = "whether run, version and session are remembered for open, served and e
 
 @check("E-47", "updates", deadline_s=40, look_at=_NAMES)
 async def repeated_calls(subject: EndpointSubject) -> None:
-    """A call of a named session may be repeated: a request, a bucket, a commit and an abort change nothing the second
-    time and get the same answer as the first time, even while the first call is in progress."""
+    """A call of a named session may be repeated, even while the first call is in progress: a second request, bucket,
+    commit or abort changes nothing and gets the same answer as the first."""
     publisher, endpoint = subject.publisher, subject.endpoint
     other = subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, session_id="first", bucket_bytes=other.size_bytes // 2)
@@ -65,7 +65,7 @@ async def repeated_calls(subject: EndpointSubject) -> None:
 
 
 async def _repeat_while_in_progress(subject: EndpointSubject) -> None:
-    """Require that a bucket and a commit that are repeated while they are in progress wait for the same result."""
+    """Require that a receive or commit that is repeated while the first call is in progress gets the same result."""
     publisher, endpoint, weights = subject.publisher, subject.endpoint, subject.reference.weights
     publisher.lose_group()
     update = await publisher.request(weights, session_id="in-progress")
@@ -140,7 +140,7 @@ async def late_calls(subject: EndpointSubject) -> None:
         f"the commit of session 'second' reports version {answer.version} and session {answer.session_id!r}",
     )
     for call, what in _calls(subject, first):
-        await subject.require_refused(call(), f"{what} of an aborted session, whose version another one has committed,")
+        await subject.require_refused(call(), f"{what} of an aborted session whose version another one has committed")
     await subject.require_serves(other, "after the second attempt")
     await publisher.publish(subject.reference.weights, session_id="third")
     for call, what in _calls(subject, second):

@@ -210,7 +210,7 @@ class EndpointSubject:
 
     def lengths(self, num_tokens: int) -> list[int]:
         """Return lengths to try in turn, beginning with ``num_tokens`` or fewer, because an engine may be too fast for
-        the first length; the longest comes twice, because this process may have been held up during the first try."""
+        the first length; the longest is tried twice, because this process may have been held up the first time."""
         first, longest = self.pace.shortened(num_tokens), self.remaining_tokens()
         return [*(length for length in (first, 4 * first) if length < longest), longest, longest]
 

@@ -24,7 +24,7 @@ _GONE_S = 5.0
 _MOST_COMPLETIONS = 1024
 _MAX_SLOTS = 256
 _LONGEST_ID = 256
-"""Number of characters that the id of a request may have."""
+"""Maximum number of characters in the id of a request."""
 _MIXED: tuple[dict[str, Any], ...] = (
     {"max_tokens": 1},
     {"temperature": 0.0},
@@ -130,7 +130,7 @@ async def refusals(subject: EndpointSubject) -> None:
 
 
 async def _require_whole_ids(subject: EndpointSubject) -> None:
-    """Require that two ids of the greatest length that differ only at their ends belong to different requests."""
+    """Require that two requests are kept apart if their ids have the maximum length and differ only at the end."""
     requests = [
         it.model_copy(update={"request_id": it.request_id.rjust(_LONGEST_ID, "-")})
         for it in (subject.request(max_tokens=16, seed=i) for i in range(2))

@@ -69,7 +69,7 @@ async def publish_next(
 ) -> None:
     """Publish the next of A and B, whose logits are each other's negatives, and add its version to ``published``.
 
-    The endpoint may be `held_up` during the commit.
+    If ``is_held_up``, the endpoint is `held_up` during the commit.
     """
     colour = _next_colour(subject)
     update = await subject.publisher.request(colour, in_flight=policy, staged=staged)

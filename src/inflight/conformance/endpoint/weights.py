@@ -178,7 +178,7 @@ def _with_low_logits(reference: ReferenceCheckpoint, depth: float) -> ReferenceW
 
 
 async def _require_filtered(subject: EndpointSubject, weights: ReferenceWeights) -> None:
-    """Require that a filter removes tokens under these weights."""
+    """Require that top_k removes tokens under these weights."""
     await subject.publisher.publish(weights)
     request, found = await subject.ask(max_tokens=24, top_k=_TOP_K)
     logits_TV = subject.reference.logits(weights, request.prompt_token_ids, found.token_ids)
@@ -204,8 +204,8 @@ def _with_sharp_attention(reference: ReferenceCheckpoint) -> ReferenceWeights:
 @check("U-09", "updates", deadline_s=60)
 @look_at("whether the head keeps a copy of its own, packed or quantized, that the update does not reach")
 async def tied_head(subject: EndpointSubject) -> None:
-    """If the head is tied to the embedding, an update of the embedding changes both, also after memory was released and
-    restored."""
+    """If the head is tied to the embedding, an update of the embedding changes both, even after memory has been
+    released and restored."""
     if subject.reference.is_tied:
         reference, endpoint, publisher = subject.reference, subject.endpoint, subject.publisher
     else:
@@ -229,7 +229,7 @@ async def tied_head(subject: EndpointSubject) -> None:
         await endpoint.restore_memory()
         await publisher.publish(reference.weights)
         gap = subject.gap(reference.weights, *await subject.ask(endpoint=endpoint), reference=reference)
-        what = "after memory was restored and the embedding updated again"
+        what = "after memory was restored and the embedding was updated again"
         require(gap <= subject.tolerance, f"{what}, logprobs differ by up to {gap:.3g}")
     publisher.lose_group()
 

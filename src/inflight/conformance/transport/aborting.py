@@ -25,7 +25,7 @@ _NUM_GROUPS = 6
 _TOO_LATE_S = 0.5
 """Timeout of a group whose sender joins once its receiver has been aborted."""
 _NUM_UPDATES = 10
-"""Number of updates in one group, after which and after twice as many its descriptors are counted."""
+"""The descriptors of an open group are counted after this many updates, and after twice as many."""
 _LONG_S = 8.0
 """Timeout of calls that are ended by abort; much longer than abort may take."""
 
@@ -139,7 +139,7 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
     ref = t.ref()
     (receiver,) = t.form()
     receiver.begin(ref)
-    receive = t.start(lambda: receiver.receive(stale.specs, 0.5), "the receive of a bucket of the group before")
+    receive = t.start(lambda: receiver.receive(stale.specs, 0.5), "the receive of a bucket of the previous group")
     failure_of(receive, 0.5 + SLACK_S)
     sending.ending(_LONG_S + SLACK_S)
     (receiver,) = t.form()

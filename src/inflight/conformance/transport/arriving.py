@@ -31,7 +31,7 @@ _PATTERNS = {
 """Bit patterns by wire dtype: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the smallest subnormal,
 0.1."""
 _NUM_UPDATES = 6
-"""Number of updates during which received tensors may not change. Some pools reuse memory after a few updates."""
+"""Number of updates during which received tensors must not change. Some pools reuse memory after a few updates."""
 _NUM_ELEMENTS = (4096, 4096, 10, 70_000, 4096, 1, 4096)
 """Number of elements of each bucket of these updates."""
 
@@ -65,7 +65,7 @@ def tensors_at_odd_offsets_arrive(t: TransportSubject) -> None:
     tensors += [packed[1:8], packed[100:220].reshape(10, 12), packed[400:900].view(torch.bfloat16), packed[999:]]
     receivers = t.form()
     _require_arrival(t, receivers, bucket_of(*tensors))
-    # Parts of one buffer that fill it, but are not sent in its order.
+    # Parts that together fill one buffer, but are not sent in its order.
     parts = torch.split(torch.randn(600), [50, 100, 150, 300])
     _require_arrival(t, receivers, bucket_of(parts[0], parts[2], parts[1], parts[3]))
     _require_arrival(t, receivers, bucket_of(*reversed(torch.split(torch.randn(600), 100))))
@@ -166,7 +166,7 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
 )
 def received_tensors_stay(t: TransportSubject) -> None:
     """Received tensors do not change when later buckets or later updates arrive, whatever their sizes, or when both
-    ends abort the group. Where a sender reserves memory, buckets that were written there arrive too."""
+    ends abort the group. If a sender reserves memory, buckets that were written there also arrive."""
     (receiver,) = t.form()
     sent: list[torch.Tensor] = []
     arrived: list[torch.Tensor] = []
@@ -190,12 +190,12 @@ def received_tensors_stay(t: TransportSubject) -> None:
 
 
 def _require_reserved_buckets_arrive(t: TransportSubject) -> None:
-    """Require that buckets arrive that were written to the sender's reserved memory, if it reserves any."""
+    """Require that buckets that were written to the sender's reserved memory arrive, if it reserves any."""
     if not isinstance(t.sender, ReservesMemory):
         return
     (receiver,) = t.form()
     num_reserved = 0
-    for number in range(_NUM_UPDATES):  # memory may be reserved once an earlier update has left it
+    for number in range(_NUM_UPDATES):  # memory may become available only after earlier updates
         buckets = [
             bucket_of(torch.full((n,), number + index / 8), index=index) for index, n in enumerate(_NUM_ELEMENTS)
         ]
@@ -211,7 +211,7 @@ def _require_reserved_buckets_arrive(t: TransportSubject) -> None:
             results([receive, t.start_send(in_place)], FORM_S + SLACK_S)
             arrived += receive.result(0.0)
         wrong = [_num_wrong(it, bucket.tensors[0]) for it, bucket in zip(arrived, buckets, strict=True)]
-        require(not any(wrong), f"bytes that arrived wrong of buckets in reserved memory, per bucket: {wrong}")
+        require(not any(wrong), f"wrong bytes in buckets that were sent from reserved memory, per bucket: {wrong}")
         t.sender.end(is_done=True)
     t.note(num_reserved=num_reserved)
 

@@ -33,9 +33,9 @@ read what was sent before the send failed."""
 _PAUSE_S, _PULSE_S = 0.3, 0.001
 """How long a sender is stopped each time, and how long it may send between two stops."""
 _NUM_TIMEOUTS = 3
-"""How many timeouts, each twice as long as the previous one, are tried where the first ones show nothing."""
+"""How many timeouts, each twice as long as the previous one, are tried if the earlier ones are inconclusive."""
 _WEEK_S = 7 * 86_400.0
-"""The longest timeout of a message."""
+"""The longest timeout that a message may specify."""
 _BIG = 1 << 23  # elements of float64: no socket buffer takes 64 MB
 _WORDS = {
     "join": ("join", "form", "reach", "connect", "rendezvous"),
@@ -112,7 +112,7 @@ def receivers_that_do_not_read_share_a_timeout(t: TransportSubject) -> None:
     t.sender.abort()
     timeout_s = _WAIT_S
     for _ in range(_NUM_TIMEOUTS):
-        # On a busy machine, a rank may take longer to read than the timeout, which ends a wrong send as well.
+        # On a busy machine, a rank may take longer to read than the timeout, so that even a faulty send ends in time.
         done = [_send_to_ranks_that_read_in_turn(t, is_reversed, timeout_s) for is_reversed in (False, True)]
         if any(has_read for _, has_read in done) and all(in_time for in_time, _ in done):
             return
@@ -120,10 +120,10 @@ def receivers_that_do_not_read_share_a_timeout(t: TransportSubject) -> None:
 
 
 def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool, timeout_s: float) -> tuple[bool, bool]:
-    """Require that a send ends within its timeout and `SLACK_S` even if the ranks begin to read one by one, each half a
-    timeout after the previous one.
+    """Require that a send ends within its timeout plus `SLACK_S`, even if the ranks begin to read one by one, each half
+    a timeout after the previous one.
 
-    Return whether it ended without most of that slack, and whether any rank had read the bucket by then.
+    Return whether it ended without using most of that slack, and whether any rank had read the bucket by then.
     """
     receivers, bucket = t.form(4), bucket_of(torch.ones(_BIG, dtype=torch.float64))
     t.begin(receivers, bucket)
@@ -147,8 +147,8 @@ def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool, tim
 @check("T-20", deadline_s=30, look_at="receive: its timeout_s, not the group's")
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before, even
-    if receive_ahead() was called with a longer one, or if an earlier attempt at the same version has sent it; a bucket
-    that is sent late still arrives."""
+    if receive_ahead() was called with a longer timeout, or if an earlier attempt at the same version has sent that
+    bucket; a bucket that is sent late still arrives."""
     # The group has a longer timeout than the receive of the bucket that is never sent.
     (receiver,) = t.form()
     late, never = bucket_of(torch.ones(10)), bucket_of(torch.zeros(10), index=1)
@@ -161,14 +161,14 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     t.begin_session("first-attempt", [receiver], late)
     results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
     receiver.begin(t.ref("second-attempt"))
-    again = t.start(lambda: receiver.receive(late.specs, _TIMEOUT_S), "the receive of what an earlier attempt has sent")
+    again = t.start(lambda: receiver.receive(late.specs, _TIMEOUT_S), "the receive of what an earlier attempt sent")
     failure_of(again, _TIMEOUT_S + SLACK_S)
     (receiver,) = t.form()
     t.begin_session("third-attempt", [receiver], late)
     results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
     t.sender.end(is_done=True)
     t.begin_session("third-attempt", [receiver], late)
-    again = t.start(lambda: receiver.receive(late.specs, _TIMEOUT_S), "the receive of what the update before has sent")
+    again = t.start(lambda: receiver.receive(late.specs, _TIMEOUT_S), "the receive of what the previous update sent")
     failure_of(again, _TIMEOUT_S + SLACK_S)
     (receiver,) = t.form()
     t.begin([receiver], late, never)
@@ -183,7 +183,7 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     "timeouts that are rounded down to 0, which many transports treat as no timeout, or that overflow a 32-bit number"
 )
 def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
-    """A timeout shorter than a millisecond is honoured as a timeout, and one of a week is no shorter than that."""
+    """A timeout shorter than a millisecond is honoured as a timeout, and a timeout of a week is not cut short."""
     # A publish that has almost used up its deadline leaves such a short timeout.
     (receiver,) = t.form()
     bucket = bucket_of(torch.zeros(10))
@@ -239,7 +239,7 @@ def a_killed_sender_fails_the_receive(t: TransportSubject) -> None:
 @check("T-25", "peer", deadline_s=30, look_at="receive: reads that end early")
 def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
     """Receiving a bucket of which only a part arrives raises TransferError, whether its sender was killed, aborted the
-    group, or timed out, and so does receiving a stored bucket of another size."""
+    group, or timed out. So does receiving a stored bucket whose size is not the expected one."""
     bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64))
     peer, receiver = t.join_sending_peer(bucket)
     time.sleep(0.4)

@@ -101,8 +101,8 @@ def an_open_group_listens_on_its_own_address(t: TransportSubject) -> None:
 
 @check("T-04", look_at="join of either end; where a secret or a token is compared")
 def sender_and_one_receiver_form_a_group(t: TransportSubject) -> None:
-    """A sender and one receiver that join at the same time form the group. Where specs carry a secret or a token, no
-    receiver with another one joins."""
+    """A sender and one receiver that join at the same time form the group. If specs carry a secret or a token, a
+    receiver with a different one cannot join."""
     (receiver,) = t.form()
     tensor = torch.arange(5, dtype=torch.float32)
     started = time.monotonic()
@@ -120,11 +120,11 @@ def sender_and_one_receiver_form_a_group(t: TransportSubject) -> None:
 
 @check("T-42", deadline_s=30)
 @look_at(
-    "names of files and directories that do not depend on the run, what a new sender removes, and characters of run ids"
+    "names of files and directories that do not depend on the run, what a new sender removes, and characters in run ids"
 )
 def senders_do_not_affect_one_another(t: TransportSubject) -> None:
     """Senders of different runs do not affect one another, even if they share a machine and a directory, and whatever
-    their runs are called."""
+    the ids of their runs are."""
     (receiver,) = t.form()
     buckets = [bucket_of(torch.full((1000,), 1.0 + index), index=index) for index in range(2)]
     t.begin([receiver], *buckets)

@@ -69,7 +69,7 @@ def open_pair(target: TransportTarget, directory: Path | None = None, *, address
     if transport.needs_gpu and not sender.is_collective:
         raise ConfigError(
             f"the {transport.name} transport stores what it sends in GPU memory, which the checks do not read; "
-            "`inflight check endpoint` publishes over the stores that a server supports"
+            "use `inflight check endpoint`, which publishes over the stores that a server supports"
         )
     num_devices = torch.cuda.device_count()
     if transport.needs_gpu and num_devices < 2:

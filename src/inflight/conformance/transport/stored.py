@@ -1,4 +1,4 @@
-"""Checks that what a store contains has the documented form, so that readers by other authors understand it."""
+"""Checks that what a store contains has the documented format, so that independent implementations can read it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEVEL = "bytes"
 _RUN_ID = ".a run/7% \u00fc"
 _SESSION = "try_2.a-b"
 _NUM_LATER = 3
-"""Number of updates after which one that is not leased has been removed."""
+"""Number of later updates after which an update that is not leased has been removed."""
 _LEASE = "lease-0123456789abcdef"
 _LEASED_S = 15.0
 """Age at which a lease no longer keeps its update."""
@@ -105,8 +105,9 @@ class _Url(_Tree):
 def stored_files_have_their_form(t: TransportSubject) -> None:
     """The files of an update have the documented names and contents: a bucket is a safetensors file, the manifest
     appears with the last bucket, and latest.json then names the update. The newest complete updates and those that are
-    leased are kept, and others are removed. Files by another author are read if they have this form, and refused if
-    they belong to another bucket. Over HTTP, a reader whose connection is cut continues where it was."""
+    leased are kept, and others are removed. Files that another implementation wrote are read if they have this format,
+    and refused if they belong to another bucket or are links. Over HTTP, a reader whose connection is cut continues
+    where it stopped."""
     (spec,) = t.sender.specs(_RUN_ID, [1], FORM_S)
     receiver = t.receiver(GroupMember(spec))
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
@@ -147,7 +148,7 @@ def _buckets(number: int) -> list[WeightBucket]:
 
 
 def _require_stored(t: TransportSubject, tree: _Tree, receiver: WeightReceiver, number: int) -> str:
-    """Send an update of two buckets, and require that its files have their form. Return the update's name."""
+    """Send an update of two buckets, require that its files have the documented format, and return its name."""
     buckets = _buckets(number)
     update = update_of(buckets, 10 + number, _SESSION if number % 2 else "").model_copy(update={"run_id": _RUN_ID})
     name = f"{update.version}-{_SESSION}" if number % 2 else f"{update.version}"
@@ -203,7 +204,7 @@ def _header(ref: UpdateRef, bucket: WeightBucket) -> dict[str, Any]:
 
 def _require_safetensors(content: bytes | None, ref: UpdateRef, bucket: WeightBucket) -> None:
     what = f"the file of bucket {bucket.index}"
-    require(content is not None, f"{what} does not exist once its send has returned")
+    require(content is not None, f"{what} does not exist after its send has returned")
     assert content is not None
     start = 8 + int.from_bytes(content[:8], "little")
     require(start <= len(content) and start % _ALIGNMENT == 0, f"the data of {what} begins at byte {start}")
@@ -211,7 +212,7 @@ def _require_safetensors(content: bytes | None, ref: UpdateRef, bucket: WeightBu
     require(found == due, f"the header of {what} is {json.dumps(found)[:400]}, not {json.dumps(due)[:400]}")
     in_order = [name for name in found if name != "__metadata__"]
     require(in_order == [spec.name for spec in bucket.specs], f"{what} has its tensors in the order {in_order}")
-    require(content[start:] == _data(bucket), f"{what} contains other bytes than the tensors that were sent")
+    require(content[start:] == _data(bucket), f"{what} contains other bytes than those of the tensors that were sent")
 
 
 def _require_kept(tree: _Tree, names: Sequence[str]) -> None:
@@ -238,8 +239,11 @@ def _require_answers(tree: _Url, name: str) -> None:
         "of a range": (part.status_code, 206),
     }
     wrong = {f"a GET {what}": found for what, (found, due) in statuses.items() if found != due}
-    require(not wrong, f"statuses differ from {[due for _, due in statuses.values()]} in turn: {wrong}")
-    require(part.content == whole.content[9:41], "the range from byte 9 to byte 40 contains other bytes")
+    require(
+        not wrong,
+        f"GETs have wrong statuses {wrong}; all GETs, in order, should have {[due for _, due in statuses.values()]}",
+    )
+    require(part.content == whole.content[9:41], "the range from byte 9 to byte 40 differs from the whole file there")
     tags = [answer.headers.get("etag") for answer in (whole, part)]
     require(tags[0] is not None and tags[0] == tags[1], f"two answers for one file have the ETags {tags}")
 
@@ -322,7 +326,7 @@ def _require_lease_ends(t: TransportSubject, tree: _Directory, receiver: WeightR
 
 
 def _require_foreign_files_are_read(t: TransportSubject, tree: _Directory, receiver: WeightReceiver) -> None:
-    """Require that a bucket's file which the kit writes is received, unless it belongs to another bucket or is a
+    """Require that a bucket's file that the kit has written is received, unless it belongs to another bucket or is a
     link."""
     bucket = _buckets(20)[0]
     ref = UpdateRef(run_id=_RUN_ID, version=77, session_id=_SESSION)
@@ -353,11 +357,11 @@ def _require_foreign_files_are_read(t: TransportSubject, tree: _Directory, recei
 
 
 @check("T-44", "shared-memory", deadline_s=30)
-@look_at("the directory's mode and lock; the fields of a record; whether the sender asks for an arena's lock")
+@look_at("the directory's mode and lock; the fields of a record; whether the sender tries to lock an arena")
 def stored_buckets_have_their_records(t: TransportSubject) -> None:
-    """In shared memory, the sender's directory has mode 0700 and a file that it holds locked; every stored bucket of
-    the open update has the documented record, and lies at the beginning of a page. An arena on which a reader holds a
-    lock is not written again, and the directory is removed with the group."""
+    """In shared memory, the sender's directory has mode 0700 and contains a file that the sender holds locked; every
+    stored bucket of the open update has the documented record, and begins at a page boundary. An arena on which a
+    reader holds a lock is not written again, and the directory is removed with the group."""
     (member,) = t.members([1])
     receiver = t.receiver(member)
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
@@ -379,7 +383,7 @@ def stored_buckets_have_their_records(t: TransportSubject) -> None:
                 held += _read_record(directory, update.ref, bucket, is_held=number == 1)
             t.sender.end(is_done=True)
         for fd, offset, data in held:
-            words = f"{2 * _NUM_LATER - 2} updates later, an arena on which a reader holds a lock has other bytes"
+            words = f"{2 * _NUM_LATER - 2} updates later, an arena on which a reader holds a lock has changed"
             require(os.pread(fd, len(data), offset) == data, words)
     finally:
         for fd, _, _ in held:
@@ -412,10 +416,10 @@ def _read_record(
     due = {"ref": ref.model_dump(mode="json"), "index": bucket.index, "size_bytes": len(data)}
     require(due.items() <= found.items(), f"the record {path.name} contains {found}, not {due}")
     offset = found.get("offset", -1)
-    require(offset >= 0 and offset % mmap.PAGESIZE == 0, f"bucket {bucket.index} lies at byte {offset} of its arena")
+    require(offset >= 0 and offset % mmap.PAGESIZE == 0, f"bucket {bucket.index} begins at byte {offset} of its arena")
     fd = os.open(directory / str(found.get("arena")), os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_SH)
-    words = f"bucket {bucket.index} does not lie in {found.get('arena')} where its record says"
+    words = f"bucket {bucket.index} is not in {found.get('arena')} at the offset in its record"
     try:
         require(os.pread(fd, len(data), offset) == data, words)
     except BaseException:

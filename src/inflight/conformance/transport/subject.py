@@ -59,7 +59,7 @@ class TransportSubject:
 
         The needs are ``N-receivers``, ``/proc``, ``peer`` (an end in a process of its own, which `prepare` starts),
         ``collective`` (joins wait for all ranks, and buckets are received while they are sent), ``process-group``
-        (ranks meet in a torch process group), and ``files`` and ``shared-memory`` (the store has the form that the
+        (ranks meet in a torch process group), and ``files`` and ``shared-memory`` (the store has the format that the
         contract documents for `file` and `http`, or for `shm`).
         """
         self._needs_peer = "peer" in needs
@@ -71,7 +71,7 @@ class TransportSubject:
             if need == "process-group" and not issubclass(self._pair.transport.spec_type, ProcessGroupSpec):
                 return f"the ranks of {self._pair.transport.name} do not meet in a torch process group"
             if need in _STORES and self._pair.transport.name not in _STORES[need]:
-                return f"{self._pair.transport.name} does not store buckets as {need.replace('-', ' ')}"
+                return f"{self._pair.transport.name} does not store buckets in {need.replace('-', ' ')}"
             most = self._pair.max_receivers
             if need.endswith("-receivers") and most is not None and most < int(need.partition("-")[0]):
                 return f"{self._pair.transport.name} supports at most {most} receivers on this machine"
@@ -186,7 +186,7 @@ class TransportSubject:
         return peer
 
     def ref(self, session_id: str = "") -> UpdateRef:
-        """Return the update that was begun last, or that of another session with its version."""
+        """Return a reference to the update that was begun last, or to one of another session with the same version."""
         return UpdateRef(run_id=RUN_ID, version=self._version, session_id=session_id)
 
     def begin(self, receivers: Sequence[WeightReceiver], *buckets: WeightBucket) -> None:

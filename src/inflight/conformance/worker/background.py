@@ -78,8 +78,8 @@ def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
     continues as if there were no save: the checkpoint has the weights, version and optimizer that save() would have
     written. save_pending is true until the save has ended, and finish_save() returns once it has ended, or at once if
     none is pending; if its timeout is too short, finish_save() raises CheckpointError and may be called again. A
-    begin_save() or load() during a save waits for it. If the save fails, one of the two raises CheckpointError, and a
-    later save succeeds."""
+    begin_save() or load() during a save waits for that save. If a save fails, its begin_save() or finish_save() raises
+    CheckpointError, and a later save succeeds."""
     worker = create_scheduled(subject)
     if not isinstance(worker, BackgroundSavingWorker):
         skip("saving in the background is not supported: it is not a BackgroundSaver")
@@ -119,7 +119,7 @@ def _require_in_turn(subject: WorkerSubject, worker: BackgroundSavingWorker, dir
     first, second, third = (directory / name for name in ("first", "second", "third"))
     calls = {
         "begin_save() during another save": (first, partial(worker.begin_save, second), second),
-        "load() of what is being saved": (third, partial(worker.load, third), first),
+        "load() of the checkpoint that is being saved": (third, partial(worker.load, third), first),
     }
     for what, (path, call, loaded) in calls.items():
         hold = _Hold(directory)
@@ -139,7 +139,7 @@ def _require_in_turn(subject: WorkerSubject, worker: BackgroundSavingWorker, dir
 
 
 def _require_failure_reported(subject: WorkerSubject, worker: BackgroundSaver, path: Path) -> None:
-    """Fail unless a save below a regular file fails with CheckpointError. All ranks call this."""
+    """Fail unless a save to a path below a regular file fails with CheckpointError. All ranks call this."""
     if subject.rank == 0:
         path.parent.touch()
     subject.ranks.wait_for_all()

@@ -38,7 +38,7 @@ _MOST_FILES = 16
 )
 def load_restores_weights_and_version(subject: WorkerSubject) -> None:
     """load() restores the weights, bit for bit, and the version that save() wrote; later forward passes use the loaded
-    weights, tied or not."""
+    weights, whether or not the head is tied to the embedding."""
     for tied in (False, True):
         _require_restored(subject, tied=tied)
 
@@ -106,8 +106,8 @@ def training_continues_after_a_load(subject: WorkerSubject) -> None:
 
 
 def _require_first_step_repeated(subject: WorkerSubject, worker: TrainerWorker) -> None:
-    """Fail unless ``worker``, which has taken steps, repeats the first step of a new one whose checkpoint it loads. All
-    ranks call this."""
+    """Fail unless ``worker``, which has taken steps, repeats the first step of a new worker after loading its
+    checkpoint. All ranks call this."""
     new, path = create_scheduled(subject), subject.fresh_path("before-any-step")
     new.save(path)
     start = gathered(new)
@@ -201,7 +201,7 @@ def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
 
 
 def _require_optimizer_kept(subject: WorkerSubject, worker: TrainerWorker) -> None:
-    """Fail unless a worker of version 2 that has refused loads takes the same step as one that has not. All ranks call
+    """Fail unless a worker at version 2 takes the same step after it has refused loads as without them. All ranks call
     this."""
     steady, before = create_scheduled(subject), gathered(worker)
     _train(steady, subject, 0, 1)
@@ -217,11 +217,11 @@ def _require_optimizer_kept(subject: WorkerSubject, worker: TrainerWorker) -> No
 @check("W-41", deadline_s=60)
 @look_at(
     "write next to the old directory, rename once everything is on disk, notify the other ranks of a failure, also "
-    "where small files are written; remove the old directory and what failed saves have written"
+    "where small files are written; remove the old directory and what failed saves have left"
 )
 def a_failed_save_leaves_the_previous_checkpoint(subject: WorkerSubject) -> None:
     """A save() that fails at any file, on any rank, raises CheckpointError on every rank, and the previous checkpoint
-    at its path stays complete. A later save() succeeds, and leaves nothing else next to its path."""
+    at its path stays complete. A later save() succeeds and leaves nothing else next to its path."""
     # The second save over the first fails because a limit keeps files smaller than the largest one.
     worker, path, earlier = subject.create(), subject.fresh_path("kept"), subject.fresh_path("kept-earlier")
     _train(worker, subject, 0)

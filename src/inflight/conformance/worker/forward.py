@@ -34,8 +34,8 @@ _COLDEST = 0.05
     "logits or logprobs that the model does not have"
 )
 def logprobs_equal_transformers(subject: WorkerSubject) -> None:
-    """forward() gives the logprobs that transformers computes from the same checkpoint, even if logits exceed 100, or
-    if all of them are far below -100."""
+    """forward() returns the logprobs that transformers computes from the same checkpoint, even if some logits exceed
+    100 or all of them are far below -100."""
     # Rounding grows with the logits, which are at least STEEPNESS times those of the kit's other checkpoints.
     for model in (subject.steep_model(STEEPNESS), subject.low_model(_DEPTH)):
         _compare(subject, make_batch((40,), seed=1), model=model, factor=STEEPNESS)

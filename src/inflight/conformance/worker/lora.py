@@ -89,8 +89,8 @@ def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
 @check("W-49")
 @look_at("the names that PEFT saves, pairs of A and B, whether anything else is listed or gathered, and the seed of A")
 def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
-    """A worker that trains a LoRA gathers A and B of the configured layers, and nothing else; a new LoRA has an A that
-    depends on the seed and a B of zeros, and changes nothing."""
+    """A worker that trains a LoRA gathers A and B of the configured layers, and nothing else; in a new LoRA, A
+    depends on the seed and B is zero, so that the LoRA changes nothing."""
     worker = _lora_worker(subject)
     spec, specs = _spec(worker), {tensor.name: tuple(tensor.shape) for tensor in worker.parameter_specs()}
     settings = _settings(subject)
@@ -123,13 +123,13 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
 @look_at(
     "whether A, B and their moments are saved and read, and whether load resets the count of dropout draws; `adapter/` "
     "must contain A and B under PEFT's names, with a `lora_alpha` that PEFT divides by the rank; a model in eval mode, "
-    "whose dropout does nothing"
+    "in which dropout has no effect"
 )
 def a_lora_resumes(subject: WorkerSubject) -> None:
     """A worker that trains a LoRA resumes from its checkpoint: the LoRA is restored bit for bit, and later steps are
-    the same as without a save and a load, dropout included: each forward pass with gradients draws its own, and others
-    have none. A save changes no weights. The LoRA is stored next to the checkpoint in PEFT's format, with the rank,
-    scale and layers in adapter_config.json."""
+    the same as without a save and a load, dropout included. Each forward pass with gradients draws its own dropout, and
+    other passes have none. A save changes no weights. The LoRA is stored next to the checkpoint in PEFT's format, with
+    the rank, scale and layers in adapter_config.json."""
     steady, path = _lora_worker(subject, dropout=_DROPOUT), subject.fresh_path("lora-resumed")
     batches = [make_batch(_LENGTHS, seed=500 + 10 * n + subject.data_rank) for n in range(4)]
     take_steps(steady, batches[:2])
@@ -183,8 +183,8 @@ def _require_dropout(subject: WorkerSubject) -> None:
 def _require_saved_in_the_background(
     subject: WorkerSubject, worker: BackgroundSavingWorker, other: TrainerWorker, batches: Sequence[MicroBatch]
 ) -> None:
-    """Fail unless a background save has the LoRA of its beginning, though ``worker`` trains meanwhile; ``other`` loads
-    it. All ranks call this."""
+    """Fail unless a background save contains the LoRA as it was when the save began, although ``worker`` continues to
+    train; ``other`` loads the checkpoint. All ranks call this."""
     directory, saved = subject.fresh_path("lora-background"), gathered(worker)
     if subject.rank == 0:
         directory.mkdir(parents=True)
@@ -192,7 +192,7 @@ def _require_saved_in_the_background(
     save_while_training(subject, worker, directory / "checkpoint", lambda: take_steps(worker, batches))
     other.load(directory / "checkpoint")
     changed = differing(saved, gathered(other))
-    words = f"a background save differs from the LoRA at its beginning in the tensors {shortened(changed)}"
+    words = f"in a background save, tensors differ from the LoRA when the save began: {shortened(changed)}"
     subject.require_on_all_ranks(not changed, words)
 
 

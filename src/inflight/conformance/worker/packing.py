@@ -27,7 +27,7 @@ from inflight.types import MicroBatch
 LEVEL = "packing"
 LENGTHS = (9, 4, 17, 1, 26)
 _MANY = (2, 3, 1) * 100
-"""Lengths of more segments than a byte can number."""
+"""Lengths of segments, of which there are more than a byte can count."""
 
 
 @check("W-11")
@@ -36,8 +36,7 @@ _MANY = (2, 3, 1) * 100
     "number of segments"
 )
 def packed_equals_separate(subject: WorkerSubject) -> None:
-    """A segment's logprobs are the same whether it is packed with others or alone, and however many others there
-    are."""
+    """A segment's logprobs are the same whether it is alone or packed with others, however many others there are."""
     worker, batch = subject.create(), make_batch(LENGTHS, seed=11, temperature=None)
     with torch.no_grad():
         together_T = worker.forward(batch)

@@ -38,7 +38,7 @@ _MORE = 100.0
 
 @check("W-63", deadline_s=50)
 @look_at(
-    "settings that are read once, when the optimizer is created; a clip, decay or schedule of the worker's own, also "
+    "settings that are read once, when the optimizer is created; a clip, decay or schedule of the worker's own, even "
     "where a setting is 0; settings that later steps use too"
 )
 def steps_take_settings(subject: WorkerSubject) -> None:

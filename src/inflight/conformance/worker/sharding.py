@@ -112,7 +112,7 @@ def one_rank_alone_yields_its_boxes(subject: WorkerSubject) -> None:
 
 
 @check("W-72", "ranks", deadline_s=40)
-@look_at("copies that are kept from an earlier call, and whether steps and loads wait for readers until these end")
+@look_at("copies that are kept from an earlier call, and whether steps and loads wait for readers to finish")
 def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
     """local_weights() yields the weights of the current step, even if the next step or a load is requested before it is
     exhausted or closed: that step or load waits."""
@@ -229,7 +229,7 @@ def _require_equal(
 ) -> None:
     """Require that the boxes of all ranks match the gathered weights. All ranks call this.
 
-    All but the first bucket are read while this thread calls ``change``, if it is given.
+    If ``change`` is given, all but the first bucket are read while this thread calls it.
     """
     specs, full = worker.parameter_specs(), gathered(worker)
     names = [spec.name for spec in specs]
