@@ -93,7 +93,10 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
 
 
 @check("E-20", "model", deadline_s=120)
-@look_at("whether tokens are cut with the text, and whether the text is searched after every token")
+@look_at(
+    "whether tokens are cut with the text, whether the text is searched after every token, and whether completions of "
+    "one request share the text that is searched"
+)
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes any of its stop strings, even if the string ends within that token
     or each of its characters takes several tokens. That token is listed with its logprob, and the finish reason is

@@ -105,7 +105,10 @@ async def answers_across_an_update(
 
 
 @check("U-35", "updates recompute spans", deadline_s=60)
-@look_at("an incomplete list of running requests, and chunks of prompts that were prefilled before the pause")
+@look_at(
+    "an incomplete list of running requests, requests with equal prompts that are recomputed as one, and chunks of "
+    "prompts that were prefilled before the pause"
+)
 async def everything_recomputed(subject: EndpointSubject) -> None:
     """Under recompute, every running request is recomputed, however many run, and even if the update has the version
     that is already served. A request whose prompt is being prefilled when the update arrives keeps nothing that the old

@@ -136,7 +136,9 @@ async def require_nothing_answered(subject: EndpointSubject, error: type[Infligh
 
 
 @check("E-66", "releases_memory updates", deadline_s=120)
-@look_at("whether the last published weights are kept, and whether cached prefixes are dropped")
+@look_at(
+    "whether the last published weights are kept, whether cached prefixes are dropped, and to what a LoRA is added"
+)
 async def same_after_restore(subject: EndpointSubject) -> None:
     """Once memory is restored, the weights that were published last give the same tokens and logprobs as before, and
     updates work as before; a repeated restore changes nothing."""

@@ -181,7 +181,10 @@ async def a_caller_leaves(subject: EndpointSubject) -> None:
 
 
 @check("E-26", "model", deadline_s=60)
-@look_at("the attention mask and positions of a batch, and how answers find their requests")
+@look_at(
+    "the attention mask and positions of a batch, sampling parameters of other requests in it, and how answers find "
+    "their requests"
+)
 async def neighbours(subject: EndpointSubject) -> None:
     """Concurrent requests do not disturb one another: each gets its own answer, as if it were alone."""
     num_others = min(16, subject.capabilities.max_concurrent_sequences - 1)
