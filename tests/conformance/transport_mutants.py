@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from inflight.contracts import Transport, WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack
-from inflight.weights.transports import named_transport, private_directory, ranges
+from inflight.weights.transports import groups, named_transport, private_directory, process_group, ranges
 from inflight.weights.transports.bucket_records import BucketRecord, _record_name, round_up_to_pages, write_record
 from inflight.weights.transports.store import Attempt, read_text
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
@@ -705,6 +705,33 @@ def reads_any_bucket(receiver: Any) -> None:
     receiver._fill = fill
 
 
+def sends_strays(sender: Any) -> None:
+    """A bucket of another update is sent."""
+    send = sender.send
+    sender.send = lambda bucket, timeout_s: send(replace(bucket, ref=None), timeout_s)
+
+
+def whole_seconds(receiver: Any) -> None:
+    """Timeouts are cut to whole seconds."""
+    receive = receiver.receive
+    receiver.receive = lambda specs, timeout_s: receive(specs, max(1, int(timeout_s)))
+
+
+def joins_after_an_abort(receiver: Any) -> None:
+    """A group that forms after the receiver was aborted stays open."""
+
+    def spoiled() -> None:
+        spec = receiver._spec
+        address = groups.local_address_for(spec.master_address, spec.master_port)
+        group = process_group.join_group(spec, spec.rank, address, receiver._kind)
+        if receiver._abandoned.done():
+            LEFT.append(group)
+        with receiver._lock:
+            receiver._group = group
+
+    receiver._form = spoiled
+
+
 def continues_from_the_start(receiver: Any) -> None:
     """A range whose connection was cut is requested again from its beginning."""
     client = receiver._client
@@ -1117,6 +1144,11 @@ MUTANTS = {
         "http: a range that was cut is requested again from its beginning, but written where it ended",
         receiver=continues_from_the_start,
         transport="http",
+    ),
+    "sends strays": Mutant("T-33", "a bucket of another update is sent", sends_strays),
+    "whole seconds": Mutant("T-20", "timeouts are cut to whole seconds", receiver=whole_seconds),
+    "joins after an abort": Mutant(
+        "T-35", "a group that forms after the receiver was aborted stays open", receiver=joins_after_an_abort
     ),
     "open to others": Mutant("T-44", "shm: others may read the directory", is_open_to_others, transport="shm"),
     "ignores locks of readers": Mutant(

@@ -1892,6 +1892,16 @@ class LaterChunksUnlearned(FsdpWorker):
         return torch.where(is_first_T, logprobs_T, logprobs_T.detach())
 
 
+class UnscaledAfterOne(FsdpWorker):
+    """If the first target has temperature 1, no target is scaled."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        first_T = batch.temperature_T[batch.loss_mask_T]
+        if len(first_T) and first_T[0] == 1:
+            batch = replace(batch, temperature_T=torch.ones_like(batch.temperature_T))
+        return super().forward(batch)
+
+
 class PartsAddedTwice(FsdpWorker):
     """Targets in the first 4,096 tokens of the vocabulary have their gradient in the following part as well."""
 
@@ -2359,6 +2369,7 @@ MUTANTS = {
     "later_chunks_unlearned": Mutant(
         LaterChunksUnlearned, "W-15", "only the first 1,024 targets of a micro-batch have a gradient"
     ),
+    "unscaled_after_one": Mutant(UnscaledAfterOne, "W-06", "no target is scaled if the first one has temperature 1"),
     "parts_added_twice": Mutant(
         PartsAddedTwice, "W-15", "the gradients of a vocabulary that is computed in parts are added twice"
     ),

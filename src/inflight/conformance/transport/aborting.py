@@ -144,8 +144,9 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
     sending.ending(_LONG_S + SLACK_S)
     (receiver,) = t.form()
     t.begin([receiver], bucket)
-    stray = replace(bucket, ref=ref)
-    failure_of(t.start_send(stray), FORM_S + SLACK_S)
+    (waiting,) = t.start_receives([receiver], bucket)
+    failure_of(t.start_send(replace(bucket, ref=ref)), FORM_S + SLACK_S)
+    require(not waiting.has_ended(0.3), "a receive ended although only a bucket of another update had been sent")
 
 
 @check("T-34", look_at="abort of either end: before a group is formed, and after it has ended")
