@@ -197,7 +197,7 @@ def _require_reserved_buckets_arrive(t: TransportSubject) -> None:
     num_reserved = 0
     for number in range(_NUM_UPDATES):  # memory may become available only after earlier updates
         buckets = [
-            bucket_of(torch.full((n,), number + index / 8), index=index) for index, n in enumerate(_NUM_ELEMENTS)
+            bucket_of(torch.arange(n) / 3 + number + index, index=index) for index, n in enumerate(_NUM_ELEMENTS)
         ]
         t.begin([receiver], *buckets)
         arrived = []
