@@ -64,7 +64,7 @@ async def temperature(subject: EndpointSubject) -> None:
 @check("E-13", "model", deadline_s=60, look_at=_FILTERS)
 async def top_p(subject: EndpointSubject) -> None:
     """Under top-p, no token outside the nucleus is sampled, however many tokens it contains, and processed logprobs are
-    renormalized over it."""
+    renormalized over it. A request whose filters keep thousands of tokens may be refused with UnsupportedError."""
     # Renormalizing raises a kept token's logprob by at most -log(top_p). That must exceed the tolerance, or processed
     # and raw logprobs could not be distinguished.
     top_p = min(0.5, math.exp(-3 * subject.tolerance))
@@ -74,7 +74,7 @@ async def top_p(subject: EndpointSubject) -> None:
 
 
 async def _require_large_nucleus(subject: EndpointSubject) -> None:
-    """Require that thousands of tokens are kept where filters keep them.
+    """Require that thousands of tokens are kept where filters keep them, or that the request is refused.
 
     The check starts another endpoint, which serves a model with a larger vocabulary.
     """
@@ -87,7 +87,11 @@ async def _require_large_nucleus(subject: EndpointSubject) -> None:
     kept: tuple[dict[str, Any], ...] = ({"top_p": 0.999}, {"min_p": 1e-3}, {"top_k": _LARGE_NUCLEUS // 2})
     for filters in kept:
         request = subject.request(prompt, max_tokens=24, temperature=2.0, **filters)
-        completion = (await endpoint.generate(request)).completions[0]
+        try:
+            completion = (await endpoint.generate(request)).completions[0]
+        except UnsupportedError as error:
+            subject.note(**{f"{filters}, {_LARGE_NUCLEUS} tokens": f"refused: {error}"})
+            continue
         gap = subject.gap(reference.weights, request, completion, reference)
         subject.note(**{f"largest logprob difference, {filters}, {_LARGE_NUCLEUS} tokens": gap})
         words = f"with {filters}, which keeps thousands of {_LARGE_NUCLEUS} tokens, logprobs differ by up to {gap:.3g}"
