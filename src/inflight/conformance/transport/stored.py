@@ -9,7 +9,6 @@ import mmap
 import os
 import socket
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -317,8 +316,9 @@ class _Relay:
 
 def _require_lease_ends(t: TransportSubject, tree: _Directory, receiver: WeightReceiver, name: str) -> None:
     """Require that an update is removed once its lease has not been renewed for too long."""
-    old = time.time() - _LEASED_S - 5.0
-    os.utime(tree.path / name / _LEASE, (old, old))
+    lease = tree.path / name / _LEASE
+    old = lease.stat().st_mtime - _LEASED_S - 5.0
+    os.utime(lease, (old, old))
     for number in range(10, 12):
         _require_stored(t, tree, receiver, number)
     is_kept = (tree.path / name / "manifest.json").exists()
