@@ -831,13 +831,17 @@ class FullRateAfterTheEnd(RateOfTheNextStep):
         return self._config.warmup_steps if total is not None and self._version >= total else self._version
 
 
-class CosineFromTheStart(SteppedAtRate):
-    """The cosine schedule counts the steps of the warm-up as part of the decay."""
+class ReportedAtRate(SteppedAtRate):
+    """A step reports the rate that it was taken with."""
 
     def step(self, settings: AdamSettings | None = None) -> StepResult:
         rate = self.rate()
         result = super().step(settings)
         return result if settings is not None else replace(result, learning_rate=rate)
+
+
+class CosineFromTheStart(ReportedAtRate):
+    """The cosine schedule counts the steps of the warm-up as part of the decay."""
 
     def rate(self) -> float:
         config = self._config
@@ -1931,13 +1935,8 @@ class GatherClears(FsdpWorker):
         return super().gather_weights(buckets)
 
 
-class WarmUpOfDecaysOnly(SteppedAtRate):
+class WarmUpOfDecaysOnly(ReportedAtRate):
     """The constant schedule has no warm-up."""
-
-    def step(self, settings: AdamSettings | None = None) -> StepResult:
-        rate = self.rate()
-        result = super().step(settings)
-        return result if settings is not None else replace(result, learning_rate=rate)
 
     def rate(self) -> float:
         config = self._config

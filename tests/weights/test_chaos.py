@@ -27,8 +27,8 @@ from inflight.conformance.fleet.plan import (
     fault_plan,
     sites,
 )
-from inflight.conformance.fleet.proxy import TcpProxy
 from inflight.conformance.fleet.schedule import run_schedule
+from inflight.conformance.tcp_proxy import TcpProxy
 from inflight.contracts import WeightReceiver
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.engine import Engine

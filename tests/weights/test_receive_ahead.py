@@ -47,6 +47,20 @@ def bucket(index: int, size_bytes: int) -> WeightBucket:
     return WeightBucket(index, (payload_spec(size_bytes),), (flat,))
 
 
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_after_a_failed_receive_no_later_bucket_is_taken_for_the_missing_one(
+    pair: tuple[ProcessGroupSender, ProcessGroupReceiver], is_ahead: bool
+) -> None:
+    _, receiver = pair
+    specs = (payload_spec(100),)
+    if is_ahead:
+        receiver.receive_ahead(specs, 10.0)
+    with pytest.raises(TransferError):
+        receiver.receive(specs, 0.2)
+    with pytest.raises(TransferError, match="no weight group"):
+        receiver.receive(specs, 0.2)
+
+
 def test_a_bucket_arrives_before_it_is_asked_for(pair: tuple[ProcessGroupSender, ProcessGroupReceiver]) -> None:
     sender, receiver = pair
     size_bytes = 8_000_000  # more than the sockets hold: it leaves only if somebody takes it

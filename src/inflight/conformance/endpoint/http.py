@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import pydantic
@@ -207,12 +207,14 @@ async def cut_connections(subject: EndpointSubject) -> None:
     """
     is_alone = subject.capabilities.max_concurrent_sequences < 2
     usual_s = await subject.seconds_to_fill_the_context() if is_alone else 0.0
-    bodies = _bodies_to_cut(subject)
-    for what, path, body in bodies:
+    kinds = _kinds_to_cut(subject)
+    streamed = (False, True) if subject.capabilities.streaming else (False,)
+    for stream, (name, path, body_of) in itertools.product(streamed, kinds):
+        what = f"a streamed {name}" if stream else f"a {name}"
         for tries_left in reversed(range(_NUM_TRIES)):
             uncut = [] if is_alone else [task for _, task in await subject.start_running(1)]
             try:
-                await _cut(subject, uncut, usual_s / 2, what, path, body())
+                await _cut(subject, uncut, usual_s / 2, what, path, body_of(stream), stream=stream)
                 break
             except CheckFailed:
                 ended = [task for task in uncut if task.done()]
@@ -227,8 +229,8 @@ async def cut_connections(subject: EndpointSubject) -> None:
         await until_running(subject, 0, SERVED_S, "a request that was cancelled was still being decoded")
 
 
-def _bodies_to_cut(subject: EndpointSubject) -> list[tuple[str, str, Callable[[], bytes]]]:
-    """Return the name and the path of each kind of long request, and a function that makes its body."""
+def _kinds_to_cut(subject: EndpointSubject) -> list[tuple[str, str, Callable[[bool], bytes]]]:
+    """Return the name and path of each kind of long request, and a function that makes a body, streamed or not."""
 
     def generate(stream: bool) -> bytes:
         return subject.request(max_tokens=subject.remaining_tokens(), stream=stream).model_dump_json().encode()
@@ -238,14 +240,11 @@ def _bodies_to_cut(subject: EndpointSubject) -> list[tuple[str, str, Callable[[]
         request = subject.chat_request(max_tokens=num_tokens, ignore_eos=True, stream=stream)
         return request.model_dump_json().encode()
 
-    kinds = [("plain request", "stream", routes.GENERATE.path, generate)]
+    kinds: list[tuple[str, str, Callable[[bool], bytes]]]
+    kinds = [("generate request", routes.GENERATE.path, generate)]
     if subject.capabilities.chat and subject.capabilities.max_model_len >= 4 * _CHAT_TOKENS:
-        kinds.append(("chat completion", "chat stream", routes.CHAT_COMPLETIONS.path, chat))
-    bodies: list[tuple[str, str, Callable[[], bytes]]]
-    bodies = [(f"a {name}", path, partial(make, False)) for name, _, path, make in kinds]
-    if subject.capabilities.streaming:
-        bodies += [(f"a {name}", path, partial(make, True)) for _, name, path, make in kinds]
-    return bodies
+        kinds.append(("chat completion", routes.CHAT_COMPLETIONS.path, chat))
+    return kinds
 
 
 async def _cut(
@@ -255,6 +254,8 @@ async def _cut(
     what: str,
     path: str,
     body: bytes,
+    *,
+    stream: bool,
 ) -> None:
     """Start a request, cut its connection, and require that the request ends soon: see `require_ended_early`."""
     async with connection(subject) as (reader, writer):
@@ -264,7 +265,7 @@ async def _cut(
             late = time.monotonic() > deadline or any(task.done() for task in uncut)
             require(not late, f"{what} was not being decoded next to another request (num_running is {found})")
             await asyncio.sleep(0.005)
-        if "stream" in what:
+        if stream:
             await within(SLACK_S, reader.readline(), f"the status line of {what}")
     await require_ended_early(subject, uncut, alone_s, f"{what} whose connection was cut")
 

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 from inflight.base.tasks import cancel_and_wait, start
 from inflight.conformance.fleet.plan import OF_BUCKETS, Fault, FaultPlan, Kind, UpdateStep
-from inflight.conformance.fleet.proxy import TcpProxy
 from inflight.conformance.fleet.servers import Call, Testbed, TestedServer
+from inflight.conformance.tcp_proxy import TcpProxy
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InflightError, UnreachableError
 from inflight.wire import (

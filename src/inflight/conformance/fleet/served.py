@@ -24,9 +24,9 @@ from inflight.base.tasks import cancel_and_wait, start
 from inflight.conformance.endpoint.opening import open_target
 from inflight.conformance.fleet.palette import FROZEN, Palette, Shade, make_checkpoint
 from inflight.conformance.fleet.plan import OUTSIDE, Kind
-from inflight.conformance.fleet.proxy import TcpProxy
 from inflight.conformance.fleet.servers import Call, Loop, Testbed, TestedServer
 from inflight.conformance.targets import EndpointTarget
+from inflight.conformance.tcp_proxy import TcpProxy
 from inflight.errors import ConfigError, PoisonedError, UnreachableError
 from inflight.http.client import HttpEndpoint
 from inflight.wire import GenerateRequest, SamplingParams

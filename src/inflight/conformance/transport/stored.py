@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import json
 import mmap
 import os
-import socket
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -21,6 +21,7 @@ import xxhash
 
 from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.tcp_proxy import TcpProxy
 from inflight.conformance.transport.pair import GroupMember, update_of
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.contracts import WeightReceiver
@@ -38,7 +39,8 @@ _LEASED_S = 15.0
 _ALIGNMENT = 64
 _REFUSED_S = 1.0
 _CUT_BYTES, _NUM_CUT = 300_000, 3
-"""A connection is cut after this many bytes of a bucket that has four times as many; the number of connections cut."""
+"""The first connection is cut after this many bytes of a bucket that has four times as many; the number of connections
+that are cut in all."""
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
@@ -251,67 +253,44 @@ def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
     """Require that a bucket arrives whose first connections are cut in the middle."""
     bucket = bucket_of(torch.arange(_CUT_BYTES, dtype=torch.float32))
     update = update_of([bucket], 50).model_copy(update={"run_id": _RUN_ID})
-    with _Relay(spec.url) as relay:
-        receiver = t.receiver(GroupMember(spec.model_copy(update={"url": relay.url})))
-        t.start(receiver.join, "the join over a relay").result(FORM_S)
+    with _proxy_to(spec.url) as (proxy, url):
+        receiver = t.receiver(GroupMember(spec.model_copy(update={"url": url})))
+        t.start(receiver.join, "the join over a proxy").result(FORM_S)
         t.sender.begin(update)
         receiver.begin(update.ref)
         results([t.start_send(bucket)], FORM_S + SLACK_S)
-        relay.num_to_cut = _NUM_CUT
+        proxy.cut_after_bytes, proxy.num_cuts = _CUT_BYTES, _NUM_CUT
         (receive,) = t.start_receives([receiver], bucket)
         (arrived,) = results([receive], FORM_S + SLACK_S)[0]
-        num_cut = _NUM_CUT - relay.num_to_cut
+        num_cut = _NUM_CUT - proxy.num_cuts
         receiver.abort()
     t.note(connections_cut=num_cut)
+    require(num_cut > 0, "no connection to the spec's url carried the bucket")
     wrong = int((bytes_of(arrived) != bytes_of(bucket.tensors[0])).sum())
     require(
         not wrong, f"after {num_cut} connections were cut in the middle of a bucket, {wrong} of its bytes are wrong"
     )
 
 
-class _Relay:
-    """Forwards connections to a server, and cuts some of them in the middle of an answer."""
+@contextlib.contextmanager
+def _proxy_to(url: str) -> Iterator[tuple[TcpProxy, str]]:
+    """Run a proxy to the server at ``url`` in another thread; yield the proxy and the URL under which it forwards."""
+    to, loop = urlsplit(url), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
 
-    def __init__(self, url: str) -> None:
-        self._to = urlsplit(url)
-        self.num_to_cut = 0
-        """How many more connections to cut."""
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        host, port = self._listener.getsockname()
-        self.url = self._to._replace(netloc=f"{host}:{port}").geturl()
-        self._open: list[socket.socket] = []
+    def run(call: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(call, loop).result(FORM_S)
 
-    def __enter__(self) -> _Relay:
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for end in (self._listener, *self._open):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.create_connection((self._to.hostname, self._to.port), timeout=FORM_S)
-                self._open += [client, server]
-                for source, target in ((client, server), (server, client)):
-                    threading.Thread(target=self._pump, args=(source, target, client), daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket, client: socket.socket) -> None:
-        num_bytes = 0
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                num_bytes += len(data)
-                if target is client and num_bytes > _CUT_BYTES and self.num_to_cut > 0:
-                    self.num_to_cut -= 1
-                    break
-                target.sendall(data)
-        for end in (source, target):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
+    proxy = TcpProxy(to.hostname or "", to.port or 0)
+    try:
+        run(proxy.start())
+        yield proxy, to._replace(netloc=f"127.0.0.1:{proxy.port}").geturl()
+    finally:
+        run(proxy.aclose())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(FORM_S)
+        loop.close()
 
 
 def _require_lease_ends(t: TransportSubject, tree: _Directory, receiver: WeightReceiver, name: str) -> None:

@@ -23,6 +23,7 @@ from inflight.wire import ProcessGroupSpec, TensorSpec, TransportBody, UpdateRef
 T = TypeVar("T")
 
 _STORES = {"files": ("file", "http"), "shared-memory": ("shm",)}
+"""By need, the transports whose stores have the format that the contract documents."""
 FORM_S = 8.0
 """Timeout for groups that should form, and for buckets that should arrive."""
 
