@@ -180,12 +180,12 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         raise TransferError(ABANDONED)
 
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        group, ahead = self._group, self._ahead
-        self._ahead = None
+        group, what = self._group, "receiving a bucket"
+        ahead, self._ahead = self._ahead, None
         if group is None:
             raise TransferError("no weight group is formed")
         try:
-            return self._receive(group, ahead, specs, timeout_s)
+            return self._receive(group, ahead, specs, timeout_s, what)
         except TransferError:
             self.abort()  # the next receive would be taken for this one
             raise
@@ -196,8 +196,9 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         ahead: tuple[torch.Tensor, Future[None]] | None,
         specs: Sequence[TensorSpec],
         timeout_s: float,
+        what: str,
     ) -> list[torch.Tensor]:
-        size_bytes, what = sum(spec.size_bytes for spec in specs), "receiving a bucket"
+        size_bytes = sum(spec.size_bytes for spec in specs)
         if ahead is None:
             flat = self._buffer(size_bytes)
             _broadcast(group, flat, timeout_s, self._abandoned, what)
