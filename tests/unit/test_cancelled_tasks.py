@@ -12,7 +12,7 @@ CANCELLED_ALONE = {
     "conformance/endpoint/tokens.py:a_caller_leaves": "the check is about a caller that leaves; the subject ends it",
     "conformance/endpoint/waiting.py:within": "a call may ignore that it is cancelled: the check fails without it",
     "conformance/fleet/faults.py:flush": "a future of another thread, whose portal ends before the servers do",
-    "conformance/fleet/proxy.py:cut": "a `TaskOwner`, which `aclose` awaits; every task owns its connections",
+    "conformance/tcp_proxy.py:cut": "a `TaskOwner`, which `aclose` awaits; every task owns its connections",
     "conformance/fleet/schedule.py:close": "futures of another thread, whose portal ends before the servers do",
     "dialects/directory_updates.py:_start_lease": "a `TaskOwner`, which `aclose` awaits; the lease owns nothing",
     "dialects/directory_updates.py:_update": "a `TaskOwner`, which `aclose` awaits; the lease owns nothing",
