@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+import inflight.conformance.endpoint.images
+import inflight.conformance.endpoint.subject
 import inflight.engines.embedded.sampler
 import inflight.engines.embedded.sequences
 import inflight.engines.embedded.stepping
@@ -124,6 +126,38 @@ def test_the_embedded_endpoint_passes_over_memory_of_a_device_which_is_the_hosts
     finally:
         subject.close()
     assert verdict.outcome is CheckOutcome.PASSED, f"{verdict.message}\n{verdict.evidence}\n{verdict.stacks}"
+
+
+def test_consecutive_checks_with_one_model_share_an_endpoint_until_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[Path] = []
+    real = inflight.conformance.endpoint.subject.open_target
+
+    def counted(target: EndpointTarget, model: Path, *arguments: Any) -> Any:
+        opened.append(model)
+        return real(target, model, *arguments)
+
+    monkeypatch.setattr(inflight.conformance.endpoint.subject, "open_target", counted)
+    subject = JudgedEndpoint(EndpointTarget(factory=EMBEDDED, options=SMALL), tmp_path, 60)
+    outcomes, counts = [], []
+    try:
+        for name, tower in (
+            ("E-75", True),
+            ("E-73", True),
+            ("E-74", True),
+            ("E-75", True),
+            ("E-74", False),
+            ("E-73", True),
+        ):
+            if not tower:  # nothing is updated, so the check fails
+                monkeypatch.setattr(inflight.conformance.endpoint.images, "_TOWER", ("none",))
+            outcomes.append(judge(subject, CHECK_OF_ID[name]).verdict.outcome)
+            counts.append(len(opened))
+    finally:
+        subject.close()
+    assert outcomes == [*[CheckOutcome.PASSED] * 4, CheckOutcome.FAILED, CheckOutcome.PASSED]
+    assert counts == [1, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.parametrize(("num_gpus", "transport"), [(0, "gloo"), (1, "gloo"), (2, "nccl")])

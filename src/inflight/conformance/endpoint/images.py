@@ -65,6 +65,8 @@ class _Seeing:
 
 _NONE: dict[Path, str] = {}
 """Why no endpoint serves the kit's image model, by the directory of the kit's run."""
+_REFERENCES: dict[Path, ReferenceCheckpoint] = {}
+"""The kit's image model, by the directory of the kit's run."""
 
 
 async def _open_seeing(subject: EndpointSubject) -> _Seeing:
@@ -75,10 +77,12 @@ async def _open_seeing(subject: EndpointSubject) -> _Seeing:
     """
     if reason := _NONE.get(subject.directory):
         skip(reason)
-    reference = None
+    reference = _REFERENCES.get(subject.directory)
     try:
-        reference = ReferenceCheckpoint(make_seeing_model(subject.directory / "seeing"))
-        endpoint = (await subject.fresh(reference.path)).endpoint
+        if reference is None:
+            reference = ReferenceCheckpoint(make_seeing_model(subject.directory / "seeing"))
+            _REFERENCES[subject.directory] = reference
+        endpoint = (await subject.shared(reference.path)).endpoint
         can = await endpoint.capabilities()
     except Exception as error:  # packages may be missing, and a factory may raise anything for this model
         if subject.capabilities.images and not isinstance(error, ConfigError | UnsupportedError):
@@ -92,7 +96,8 @@ async def _open_seeing(subject: EndpointSubject) -> _Seeing:
             _NONE[subject.directory] = reason
         skip(reason)
     if not can.images:
-        skip("images are not supported, even for a model that accepts them")
+        _NONE[subject.directory] = "images are not supported, even for a model that accepts them"
+        skip(_NONE[subject.directory])
     assert reference.images is not None
     reference.cast(can.dtype)
     return _Seeing(subject, endpoint, reference, reference.images)
@@ -182,6 +187,7 @@ async def updated_tower(subject: EndpointSubject) -> None:
     again = request.model_copy(update={"request_id": f"{request.request_id}-again"})
     (completion,) = await seeing.answers([again])
     publisher.lose_group()
+    await subject.close_shared()
     gap, old = seeing.gap(other, again, completion), seeing.gap(weights, again, completion)
     subject.note(**{"largest logprob difference": gap, "difference from the old tower": old})
     require(gap <= subject.tiny_tolerance, f"after an update of the vision tower, logprobs differ by up to {gap:.3g}")

@@ -152,6 +152,7 @@ class JudgedEndpoint(Subject):
         subject, model = self._subject, None if self._reference is None else self._reference.path
         opening = open_target(self._target, model, subject.directory, self._start_deadline_s)
         subject.opened = await self._stack.enter_async_context(opening)
+        self._stack.push_async_callback(subject.close_shared)
         async with asyncio.timeout(self._start_deadline_s):
             subject.can_fail = await install_failing_engine(subject.endpoint)
             subject.capabilities = await subject.endpoint.capabilities()
@@ -237,7 +238,14 @@ class JudgedEndpoint(Subject):
                 await asyncio.wait_for(subject.leave(), _CLEAN_UP_S)
             subject.publisher.lose_group()
             self._unknown_weights = self._unknown_weights or subject.publisher.touched
-        check.result()
+        try:
+            check.result()
+        except CheckSkipped:
+            raise
+        except BaseException:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(subject.close_shared(), _CLEAN_UP_S)
+            raise
         await require_left_usable(subject)
 
 

@@ -75,6 +75,8 @@ class EndpointSubject:
         self._start_deadline_s = start_deadline_s
         self._num_requests = 0
         self._per_check = contextlib.AsyncExitStack()
+        self._across_checks = contextlib.AsyncExitStack()
+        self._shared: tuple[Path, OpenedEndpoint] | None = None
         self._tasks: list[asyncio.Task[Any]] = []
         model = target.model
         if model is None and target.url is None:
@@ -149,7 +151,27 @@ class EndpointSubject:
 
     async def fresh(self, model: Path) -> OpenedEndpoint:
         """Return another endpoint that serves ``model`` until the current check ends. Needs ``fresh``."""
-        return await self.enter(open_target(self.target, model, self.directory, self._start_deadline_s))
+        await self.close_shared()
+        return await self.enter(self._open(model))
+
+    async def shared(self, model: Path) -> OpenedEndpoint:
+        """Return another endpoint that serves ``model``, the same one for consecutive checks. Needs ``fresh``.
+
+        It is closed when a check fails, or opens an endpoint with another model; a check that changes its weights has
+        to close it by `close_shared`.
+        """
+        if self._shared is None or self._shared[0] != model:
+            await self.close_shared()
+            self._shared = model, await self._across_checks.enter_async_context(self._open(model))
+        return self._shared[1]
+
+    async def close_shared(self) -> None:
+        """Close the endpoint that `shared` returned last. Idempotent."""
+        self._shared = None
+        await self._across_checks.aclose()
+
+    def _open(self, model: Path) -> contextlib.AbstractAsyncContextManager[OpenedEndpoint]:
+        return open_target(self.target, model, self.directory, self._start_deadline_s)
 
     def another_publisher(
         self,
