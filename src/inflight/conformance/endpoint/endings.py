@@ -3,9 +3,10 @@ length limit)."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from itertools import product
 from typing import Any
 
@@ -32,6 +33,8 @@ _FEWEST_COARSE_CASES = 3
 """Fewest cases that are judged where rounding decides whether any single completion is repeated."""
 _MOST_SEEDS = 40
 """Maximum number of completions that are searched for a place at which to stop."""
+_NUM_AT_ONCE = 8
+"""Number of requests that are sampled at a time for such a search; it divides `_MOST_SEEDS`."""
 _LITERALLY_ABSENT = ("QUI", "q.i", " qui", "qui ")
 """Stop strings that occur in the text of `_PAIRS` only if case or spaces are ignored, or as patterns."""
 _NEVER, _SHORT = "\x00 never", "~"
@@ -107,11 +110,13 @@ async def stop_strings(subject: EndpointSubject) -> None:
         skip("the checkpoint has no tokenizer")
     await _require_stopped_in_a_known_text(subject)
     num_stopped = num_cases = 0
-    for seed in range(_MOST_SEEDS):
+    async for seed, (among_others,) in _sampled(subject, max_tokens=48):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
-        free = await subject.generate(prompt, max_tokens=48, **same)
-        num = _STOP_LENGTHS[num_cases]
-        if (stop := plain_text(tokenizer, free.token_ids, num, is_cut=num_cases == _NUM_CASES - 1)) is None:
+        num, is_cut = _STOP_LENGTHS[num_cases], num_cases == _NUM_CASES - 1
+        if plain_text(tokenizer, among_others.token_ids, num, is_cut=is_cut) is None:
+            continue
+        free = await subject.generate(prompt, max_tokens=48, **same)  # alone, as it will be with stop strings
+        if (stop := plain_text(tokenizer, free.token_ids, num, is_cut=is_cut)) is None:
             continue
         num_cases += 1
         try:
@@ -134,6 +139,17 @@ async def stop_strings(subject: EndpointSubject) -> None:
     await _require_stopped_by_a_character(subject, tokenizer)
     await _require_each_stopped_by_text(subject, tokenizer)
     await _require_prompt_ignored(subject, tokenizer)
+
+
+async def _sampled(subject: EndpointSubject, **sampling: Any) -> AsyncGenerator[tuple[int, Sequence[Completion]]]:
+    """Yield `_MOST_SEEDS` seeds, each with the completions of a request with its prompt. Several requests run at a
+    time, since a search may need all of them."""
+    for first in range(0, _MOST_SEEDS, _NUM_AT_ONCE):
+        seeds = range(first, first + _NUM_AT_ONCE)
+        requests = [subject.request(subject.prompt(seed=it), **subject.repeatable(it) | sampling) for it in seeds]
+        responses = await asyncio.gather(*map(subject.endpoint.generate, requests))
+        for seed, response in zip(seeds, responses, strict=True):
+            yield seed, response.completions
 
 
 async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
@@ -165,9 +181,8 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
 
 async def _require_stopped_at_once(subject: EndpointSubject, tokenizer: Any) -> None:
     """Require that a completion ends at its first token if that token contains a stop string."""
-    for seed in range(_MOST_SEEDS):
+    async for seed, (free,) in _sampled(subject, max_tokens=2):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
-        free = await subject.generate(prompt, max_tokens=2, **same)
         stop = tokenizer.decode([free.token_ids[0]])
         if stop.isascii() and stop.isprintable() and stop.strip() == stop != "":
             found = await subject.generate(prompt, max_tokens=8, stop=(stop,), **same)
@@ -179,9 +194,8 @@ async def _require_stopped_at_once(subject: EndpointSubject, tokenizer: Any) -> 
 
 async def _require_stopped_by_a_character(subject: EndpointSubject, tokenizer: Any) -> None:
     """Require that a completion ends at the last token of a character that several tokens spell, if one is found."""
-    for seed in range(_MOST_SEEDS):
+    async for seed, (free,) in _sampled(subject, max_tokens=48):
         prompt, same = subject.prompt(seed=seed), subject.repeatable(seed)
-        free = await subject.generate(prompt, max_tokens=48, **same)
         if (stop := _spelled_character(tokenizer, free.token_ids)) is not None:
             found = await subject.generate(prompt, max_tokens=48, stop=(stop,), **same)
             what = f"stop string {stop!r}, one character that several tokens spell"
@@ -210,12 +224,10 @@ def _spelled_character(tokenizer: Any, token_ids: Sequence[int]) -> str | None:
 async def _require_each_stopped_by_text(subject: EndpointSubject, tokenizer: Any) -> None:
     """Require that each completion of a request ends at the first occurrence of a stop string in its own text."""
     asked: dict[str, Any] = {"n": _NUM_CASES, "max_tokens": 48}
-    for seed in range(_MOST_SEEDS):
-        same = subject.repeatable(seed)
-        *_, last = (await subject.endpoint.generate(subject.request(**asked, **same))).completions
+    async for seed, (*_, last) in _sampled(subject, **asked):
         if (stop := plain_text(tokenizer, last.token_ids, 2)) is None:
             continue
-        request = subject.request(**asked, stop=(stop,), **same)
+        request = subject.request(subject.prompt(seed=seed), **asked, stop=(stop,), **subject.repeatable(seed))
         for one in (await subject.endpoint.generate(request)).completions:
             what = f"stop string {stop!r}, completion {one.index} of {_NUM_CASES}"
             _require_ended(one, _completing(tokenizer, stop, one), 48, what)
@@ -225,9 +237,8 @@ async def _require_each_stopped_by_text(subject: EndpointSubject, tokenizer: Any
 async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> None:
     """Require that no stop string is found in a prompt that contains it, or that ends with its first token, even if the
     end of the prompt is an earlier part of the completion."""
-    for seed in range(_MOST_SEEDS):
-        prompt = subject.prompt(seed=seed)
-        free = (await subject.generate(prompt, max_tokens=32, temperature=0.0)).token_ids
+    async for seed, (completion,) in _sampled(subject, max_tokens=32, temperature=0.0):
+        prompt, free = subject.prompt(seed=seed), completion.token_ids
         if (stop := plain_text(tokenizer, free, 2)) is None:
             continue
         cut = next(i for i in range(len(free)) if stop in tokenizer.decode(list(free[: i + 1])))
