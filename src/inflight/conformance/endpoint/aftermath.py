@@ -16,7 +16,7 @@ from inflight.wire import Completion, EndpointState, GenerateRequest, GenerateRe
 _READY_S = 8.0
 """Time limit for what a check left behind to end, such as the lease of a pause."""
 _IDS = 8
-"""How many of the ids that a check has used are used again."""
+"""How many of the ids that a check has used are used again, at most."""
 
 
 async def until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
@@ -133,6 +133,17 @@ async def require_all_whole(running: Running, what: str) -> list[Completion]:
     return completions
 
 
+def _used_ids(asked: Sequence[GenerateRequest]) -> list[str]:
+    """Return `_IDS` ids of a check's requests: half of them of the last requests, the others of the last request with
+    each combination of parameters."""
+    of_kinds: dict[tuple[object, ...], str] = {}
+    for request in asked:
+        kind = request.stream, request.num_continued > 0, frozenset(request.sampling.model_fields_set)
+        of_kinds[kind] = request.request_id
+    last = [request.request_id for request in asked[: -_IDS // 2 - 1 : -1]]
+    return list(dict.fromkeys([*last, *reversed(of_kinds.values())]))[:_IDS]
+
+
 async def require_left_usable(subject: EndpointSubject) -> None:
     """Require that a check has left the endpoint usable: READY and idle, with every id free, and serving.
 
@@ -143,9 +154,10 @@ async def require_left_usable(subject: EndpointSubject) -> None:
     require(version.state is EndpointState.READY, f"{when}, the endpoint is {version.state}")
     if subject.target.url is None:  # a server at a URL may have other clients
         await until_running(subject, 0, SLACK_S * SLOWNESS.get(), f"{when}, requests were still being decoded")
-    ids = list(dict.fromkeys(request.request_id for request in subject.asked))
     requests = [subject.request(max_tokens=2)]
-    requests += [subject.request(max_tokens=1).model_copy(update={"request_id": used}) for used in ids[-_IDS:]]
+    requests += [
+        subject.request(max_tokens=1).model_copy(update={"request_id": used}) for used in _used_ids(subject.asked[:-1])
+    ]
     answers = [subject.begin(subject.endpoint.generate(request)) for request in requests]
     for request, answer in zip(requests, answers, strict=True):
         completion = (await within(SERVED_S, answer, f"{when}, a request")).completions[0]
