@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from inflight.conformance.report.files import certificate_json
 from inflight.conformance.sources import digest, is_current
 from tests.conformance.certificates import FAILED, PASSED, certificate
 
+INSTALLED = Path(inflight.__file__).parents[1]
 TARGET, COMMAND = "inflight_fsdp:FSDP", "inflight serve {model} --engine vllm"
 
 
@@ -26,16 +28,28 @@ def before() -> dict[str, str]:
     return {target: digest_of(target) for target in (TARGET, COMMAND)}
 
 
-@pytest.fixture
-def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The packages, copied to where a test may change them."""
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages, copied to where tests may change them."""
+    path = tmp_path_factory.mktemp("packages")
     for package in ("inflight", "inflight_fsdp", "inflight_vllm"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(Path(inflight.__file__).parents[1] / package, tmp_path / package, ignore=ignored)
-    monkeypatch.setattr(sources, "_INFLIGHT", tmp_path / "inflight")
+        shutil.copytree(INSTALLED / package, path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    return path
+
+
+@pytest.fixture
+def copy(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The copied packages, which are restored after the test."""
+    monkeypatch.setattr(sources, "_INFLIGHT", packages / "inflight")
     found = sources._package
-    monkeypatch.setattr(sources, "_package", lambda *names: tmp_path / found(*names).name)  # type: ignore[union-attr]
-    return tmp_path
+    monkeypatch.setattr(sources, "_package", lambda *names: packages / found(*names).name)  # type: ignore[union-attr]
+    files = {path: path.stat().st_mtime_ns for path in packages.rglob("*.py")}
+    yield packages
+    for path in {*packages.rglob("*.py"), *files}:
+        if path not in files:
+            path.unlink()
+        elif not path.exists() or path.stat().st_mtime_ns != files[path]:
+            shutil.copy2(INSTALLED / path.relative_to(packages), path)
 
 
 @pytest.mark.parametrize(
