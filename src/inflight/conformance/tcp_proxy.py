@@ -1,4 +1,4 @@
-"""A TCP proxy on loopback that cuts connections or changes bytes."""
+"""A TCP proxy on loopback that cuts connections, slows them down, or changes bytes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import contextlib
 from inflight.base.tasks import TaskOwner, any_of
 
 _PIECE_BYTES = 1 << 16
+_STEP_S = 0.05
+"""Time between two pieces of an answer whose rate is limited."""
 _LONG_ENOUGH_BYTES = 512
 """Only pieces longer than this are corrupted, because shorter ones may contain only the header of an answer."""
 
@@ -27,6 +29,8 @@ class TcpProxy:
         """A connection is cut once all connections together have carried this many more bytes, in either direction."""
         self.num_cuts = 0
         """Number of connections that are still to be cut in this way."""
+        self.bytes_per_s: int | None = None
+        """Rate at which each connection carries answers, if it is limited."""
         self.num_corrupted = 0
         """Number of pieces of answers in which the last byte is still to be changed."""
 
@@ -74,5 +78,9 @@ class TcpProxy:
                             await writer.drain()
                         return
                     self.cut_after_bytes -= len(data)
-                writer.write(data)
-                await writer.drain()
+                rate = self.bytes_per_s if is_answer else None
+                step = len(data) if rate is None else max(1, int(rate * _STEP_S))
+                for start in range(0, len(data), step):
+                    writer.write(data[start : start + step])
+                    await writer.drain()
+                    await asyncio.sleep(0.0 if rate is None else _STEP_S)

@@ -163,8 +163,14 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
         return
     reference = ReferenceCheckpoint(make_model_of_text(subject.directory / "text", _LONG_CHARACTERS, _PAIRS))
     endpoint = (await subject.fresh(reference.path)).endpoint
-    prompt, ends = [token % reference.vocab_size for token in subject.prompt()], []
-    for stop, where in ((_LONG_CHARACTERS, "takes three tokens for each character"), (_CUT, "ends within a token")):
+    start, ends = [token % reference.vocab_size for token in subject.prompt()], []
+    middle = [*start, _LONG_CHARACTERS.encode()[-1]]  # after which the pairs follow
+    for stop, where, prompt in (
+        (_LONG_CHARACTERS, "takes three tokens for each character", start),
+        (_CUT, "ends within a token", start),
+        (_CUT, "ends within the third token", middle),
+        (_PAIRS[0], "is the first token", middle),
+    ):
         for words in ((stop,), (_SHORT, stop), (stop, _SHORT), (*_LITERALLY_ABSENT, stop)):
             asked = {"max_tokens": 48, "temperature": 0.0, "stop": words}
             found = await subject.generate(prompt, endpoint=endpoint, **asked)

@@ -51,10 +51,11 @@ _FILTERS = "order of the filters, whether the kept set is renormalized, and whic
 @check("E-12", "model", deadline_s=60)
 @look_at("whether the logprob is read before or after the logits are divided by the temperature")
 async def temperature(subject: EndpointSubject) -> None:
-    """Tokens are sampled at the requested temperature, from 0.05 to 5, and logprobs are of the kind that logprob_kind
+    """Tokens are sampled at the requested temperature, from 0.01 to 5, and logprobs are of the kind that logprob_kind
     reports. A temperature above 2 may be refused."""
     await _require_sampled(subject, {"temperature": 0.7}, {"temperature": 1.5})
     await _require_sampled(subject, {"temperature": 0.05}, {"temperature": 2.0}, num_prompts=2)
+    await _require_sampled(subject, {"temperature": 0.01}, num_prompts=2)
     try:
         await _require_sampled(subject, {"temperature": 5.0}, num_prompts=2)
     except (InvalidRequestError, UnsupportedError) as error:

@@ -113,10 +113,7 @@ async def _publish_deltas(subject: EndpointSubject, publisher: SteppedPublisher)
     await publisher.complete(base, weights)
     options |= {"encodings": ("delta",)}
     first = await publisher.request(other, base=base.ref, session_id="first", **options)
-    for index in range(len(first.buckets)):  # the second sender sends bucket 1 raw
-        sent_raw = None if index == 1 else weights
-        parts = [publisher.part(first, other, index, i, of) for i, of in enumerate((weights, sent_raw))]
-        await publisher.send_parts(first, parts)
+    await _send_some_raw(publisher, first, other, weights)
     await publisher.commit(first)
     await subject.require_serves(other, "after deltas in parts")
     dropped = await publisher.request(weights, base=first.ref, session_id="dropped", **options)
@@ -126,9 +123,19 @@ async def _publish_deltas(subject: EndpointSubject, publisher: SteppedPublisher)
     await wait_until_settled(subject, "after deltas in parts that were aborted")
     await subject.require_serves(other, "after deltas in parts that were aborted")
     last = await publisher.request(third, base=first.ref, session_id="last", **options)
-    await publisher.send_all(last, third, other)
+    await _send_some_raw(publisher, last, third, other)
     await publisher.commit(last)
     await subject.require_serves(third, "after deltas in parts to the base of those that were aborted")
+
+
+async def _send_some_raw(
+    publisher: SteppedPublisher, update: WeightUpdate, weights: ReferenceWeights, base: ReferenceWeights
+) -> None:
+    """Send two parts of each bucket as deltas, except that the first sender sends bucket 0 raw, and the second one
+    bucket 1."""
+    for index in range(len(update.buckets)):
+        parts = [publisher.part(update, weights, index, i, None if i == index else base) for i in range(2)]
+        await publisher.send_parts(update, parts)
 
 
 @check("U-68", "updates sharded", deadline_s=60, look_at=_ARRIVAL)

@@ -26,6 +26,8 @@ _TOO_LATE_S = 0.5
 """Timeout of a group whose sender joins once its receiver has been aborted."""
 _NUM_UPDATES = 10
 """The descriptors of an open group are counted after this many updates, and after twice as many."""
+_KEPT = 1 << 21
+"""Number of float32 elements of a tensor that is kept until its group has ended."""
 _LONG_S = 8.0
 """Timeout of calls that are ended by abort; much longer than abort may take."""
 
@@ -180,7 +182,8 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
 @look_at("references to the store, the group and its memory that abort or the next call of specs does not drop")
 def nothing_is_left_of_a_group(t: TransportSubject) -> None:
     """Nothing remains of a group, whether it was formed or not, once both ends have aborted, or once the sender has
-    opened another group: no listening socket, no descriptor, no file, no thread. In an open group, the number of
+    opened another group: no listening socket, no descriptor, no file, no thread. Tensors that were received may be
+    dropped later. In an open group, the number of
     descriptors does not grow with every update."""
     before = listening()
     _use_groups(t, 2)  # a transport may create sockets, threads and files once per process
@@ -201,6 +204,27 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
     require(num_more < _NUM_GROUPS, f"{after}, {num_more} more files exist: {shortened(more)}")
     require(num_running < _NUM_GROUPS, f"{after}, {num_running} more threads are running than before")
     _require_constant_descriptors(t)
+    _require_nothing_is_left_for_kept_tensors(t)
+
+
+def _require_nothing_is_left_for_kept_tensors(t: TransportSubject) -> None:
+    """Fail if descriptors stay open because received tensors outlived the group, once these have been dropped too."""
+    counts: list[int] = []
+    for is_kept in (False, True):
+        (receiver,) = t.form()
+        arrived: list[Any] = [t.transfer([receiver], bucket_of(torch.zeros(_KEPT)))]
+        if not is_kept:
+            arrived.clear()
+        receiver.abort()
+        t.sender.abort()
+        arrived.clear()
+        started = time.monotonic()
+        while (num := _num_open()) > min(counts, default=num) and time.monotonic() - started < SLACK_S:
+            time.sleep(0.02)
+        counts.append(num)
+    t.note(**{"descriptors after a group, and after one whose tensors were dropped later": counts})
+    words = "if received tensors are dropped only after both ends have aborted"
+    require(counts[1] <= counts[0], f"{words}, {counts[1] - counts[0]} more descriptors stay open")
 
 
 def _require_constant_descriptors(t: TransportSubject) -> None:

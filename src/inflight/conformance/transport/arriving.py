@@ -161,12 +161,13 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
 
 @check("T-16", deadline_s=30)
 @look_at(
-    "receive and begin: buffers that are reused while tensors still refer to them; where buckets of different sizes "
-    "are stored; memory that abort or reserve reuses"
+    "receive, receive_ahead and begin: buffers that are reused while tensors still refer to them; where buckets of "
+    "different sizes are stored; memory that abort or reserve reuses"
 )
 def received_tensors_stay(t: TransportSubject) -> None:
-    """Received tensors do not change when later buckets or later updates arrive, whatever their sizes, or when both
-    ends abort the group. If a sender reserves memory, buckets that were written there also arrive."""
+    """Received tensors do not change when later buckets or later updates arrive, whatever their sizes and whether or
+    not they are received ahead, or when both ends abort the group. If a sender reserves memory, buckets that were
+    written there also arrive."""
     (receiver,) = t.form()
     sent: list[torch.Tensor] = []
     arrived: list[torch.Tensor] = []
@@ -175,6 +176,8 @@ def received_tensors_stay(t: TransportSubject) -> None:
         buckets = [bucket_of(torch.full((n,), 10.0 * number + index), index=index) for index, n in enumerate(counts)]
         t.begin([receiver], *buckets)
         for bucket in buckets:
+            if number % 2 and isinstance(receiver, ReceivesAhead):
+                receiver.receive_ahead(bucket.specs, FORM_S)
             receives = t.start_receives([receiver], bucket)
             results([*receives, t.start_send(bucket)], FORM_S + SLACK_S)
             arrived += receives[0].result(0.0)

@@ -41,6 +41,7 @@ _REFUSED_S = 1.0
 _CUT_BYTES, _NUM_CUT = 300_000, 3
 """The first connection is cut after this many bytes of a bucket that has four times as many; the number of connections
 that are cut in all."""
+_SLOW_BYTES_PER_S = 10_000
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
@@ -105,10 +106,11 @@ class _Url(_Tree):
 )
 def stored_files_have_their_form(t: TransportSubject) -> None:
     """The files of an update have the documented names and contents: a bucket is a safetensors file, the manifest
-    appears with the last bucket, and latest.json then names the update. The newest complete updates and those that are
-    leased are kept, and others are removed. Files that another implementation wrote are read if they have this format,
-    and refused if they belong to another bucket or are links. Over HTTP, a reader whose connection is cut continues
-    where it stopped."""
+    appears with the last bucket, unless a bucket could not be written, and latest.json then names the update. The
+    newest complete updates and those that are leased are kept, and others are removed. Files that another
+    implementation wrote are read if they have this format, and refused if they belong to another bucket or are links.
+    Over HTTP, a reader whose connection is cut continues where it stopped, and bytes that arrive slowly do not extend
+    its timeout."""
     (spec,) = t.sender.specs(_RUN_ID, [1], FORM_S)
     receiver = t.receiver(GroupMember(spec))
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
@@ -133,6 +135,7 @@ def _require_form(t: TransportSubject, tree: _Tree, receiver: WeightReceiver) ->
     if isinstance(tree, _Directory):
         _require_lease_ends(t, tree, receiver, names[1])
         _require_foreign_files_are_read(t, tree, receiver)
+        _require_incomplete_without_a_bucket(t, tree)
     t.note(updates=names)
 
 
@@ -250,7 +253,8 @@ def _require_answers(tree: _Url, name: str) -> None:
 
 
 def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
-    """Require that a bucket arrives whose first connections are cut in the middle."""
+    """Require that a bucket arrives whose first connections are cut in the middle, and that a receive ends at its
+    timeout if bytes arrive too slowly."""
     bucket = bucket_of(torch.arange(_CUT_BYTES, dtype=torch.float32))
     update = update_of([bucket], 50).model_copy(update={"run_id": _RUN_ID})
     with _proxy_to(spec.url) as (proxy, url):
@@ -263,6 +267,11 @@ def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
         (receive,) = t.start_receives([receiver], bucket)
         (arrived,) = results([receive], FORM_S + SLACK_S)[0]
         num_cut = _NUM_CUT - proxy.num_cuts
+        proxy.cut_after_bytes, proxy.bytes_per_s = None, _SLOW_BYTES_PER_S
+        receiver.begin(update.ref)
+        (receive,) = t.start_receives([receiver], bucket, _REFUSED_S)
+        error = failure_of(receive, _REFUSED_S + SLACK_S)
+        t.note(bytes_that_arrive_too_slowly=str(error), seconds=receive.ending(0.0).seconds)
         receiver.abort()
     t.note(connections_cut=num_cut)
     require(num_cut > 0, "no connection to the spec's url carried the bucket")
@@ -302,6 +311,21 @@ def _require_lease_ends(t: TransportSubject, tree: _Directory, receiver: WeightR
         _require_stored(t, tree, receiver, number)
     is_kept = (tree.path / name / "manifest.json").exists()
     require(not is_kept, f"update {name} still exists although its lease is older than {_LEASED_S:g} s")
+
+
+def _require_incomplete_without_a_bucket(t: TransportSubject, tree: _Directory) -> None:
+    """Require that an update is not complete if one of its buckets could not be written."""
+    buckets, latest = _buckets(30), tree.message("latest.json")
+    update = update_of(buckets, 90).model_copy(update={"run_id": _RUN_ID})
+    t.sender.begin(update)
+    blocked = tree.path / "90" / "00000.safetensors"
+    (blocked / "in the way").mkdir(parents=True)
+    errors = [failure_of(t.start_send(bucket), FORM_S + SLACK_S) for bucket in buckets]
+    t.note(bucket_that_cannot_be_written=[str(error) for error in errors])
+    is_complete = tree.message("90", "manifest.json") is not None or tree.message("latest.json") != latest
+    require(
+        not is_complete, "an update of which a bucket could not be written has a manifest.json, or latest.json names it"
+    )
 
 
 def _require_foreign_files_are_read(t: TransportSubject, tree: _Directory, receiver: WeightReceiver) -> None:

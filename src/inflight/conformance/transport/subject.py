@@ -233,10 +233,12 @@ def failure_of(call: PendingCall[Any], within_s: float) -> TransferError:
 
 
 def bucket_of(*tensors: torch.Tensor, index: int = 0) -> WeightBucket:
-    """Return a bucket of these tensors, with specs derived from them."""
+    """Return a bucket of these tensors, with specs derived from them. Their names are in descending order."""
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     specs = [
-        TensorSpec.model_validate({"name": f"tensor {index}.{i}", "dtype": dtype, "shape": tuple(tensor.shape)})
+        TensorSpec.model_validate(
+            {"name": f"tensor {index}.{len(tensors) - i}", "dtype": dtype, "shape": tuple(tensor.shape)}
+        )
         for i, (dtype, tensor) in enumerate(zip(dtypes, tensors, strict=True))
     ]
     return WeightBucket(index, tuple(specs), tensors)
