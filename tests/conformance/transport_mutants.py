@@ -6,6 +6,7 @@ that contains the name, so that one session of the kit can check many.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +28,15 @@ from inflight.contracts import Transport, WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack
-from inflight.weights.transports import groups, named_transport, private_directory, process_group, ranges
+from inflight.weights.transports import (
+    bucket_files,
+    groups,
+    named_transport,
+    private_directory,
+    process_group,
+    ranges,
+    store,
+)
 from inflight.weights.transports.bucket_records import BucketRecord, _record_name, round_up_to_pages, write_record
 from inflight.weights.transports.store import Attempt, read_text
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
@@ -80,6 +90,67 @@ def make(mutant: str = "", mutant_file: str = "") -> Spoiled:
     """The function that the kit calls; the file, if there is one, contains the name. Without one, it is right."""
     name = Path(mutant_file).read_text() if mutant_file else mutant
     return Spoiled(MUTANTS[name] if name else Mutant("", "", insists_on_begin("send"), insists_on_begin("receive")))
+
+
+def receives_ahead_into_two_buffers(receiver: Any) -> None:
+    receive_ahead, buffers = receiver.receive_ahead, [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(2)]
+
+    def ahead(specs: Sequence[TensorSpec], timeout_s: float) -> None:
+        buffers.reverse()
+        receiver._buffer = lambda size_bytes: buffers[0][:size_bytes]
+        try:
+            receive_ahead(specs, timeout_s)
+        finally:
+            del receiver._buffer
+
+    receiver.receive_ahead = ahead
+
+
+def keeps_arenas_of_kept_tensors(sender: Any) -> None:
+    """Treat arenas that receivers still use as if they ended with the sender."""
+    memory = sender._memory
+    sender._memory = SimpleNamespace(
+        **{name: getattr(memory, name) for name in dir(memory) if not name.startswith("__")}
+        | {"outlives_sender": False}
+    )
+
+
+def lists_tensors_by_name(sender: Any) -> None:
+    send, header = sender.send, bucket_files.safetensors_header
+
+    def sorted_header(specs: Sequence[TensorSpec], *arguments: Any) -> bytes:
+        return header(sorted(specs, key=lambda spec: spec.name), *arguments)
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        bucket_files.safetensors_header = sorted_header
+        try:
+            send(bucket, timeout_s)
+        finally:
+            bucket_files.safetensors_header = header
+
+    sender.send = spoiled
+
+
+def counts_unwritten_buckets(sender: Any) -> None:
+    store, write = sender._store, sender._store._write
+
+    def written(*arguments: Any) -> None:
+        with contextlib.suppress(OSError):
+            write(*arguments)
+
+    store._write = written
+
+
+def reads_without_a_deadline(receiver: Any) -> None:
+    """Give each read from the socket the whole timeout."""
+
+    def receive_bytes(ref: UpdateRef, index: int, size_bytes: int, attempt: Attempt) -> torch.Tensor:
+        flat: torch.Tensor = receiver._memory.take(size_bytes)
+        names = (store.run_name(ref.run_id), store.session_name(ref), bucket_files.bucket_name(index))
+        receiver._fill(names, ref, index, flat, attempt)
+        return flat
+
+    receiver._receive_bytes = receive_bytes
 
 
 def insists_on_begin(method: str) -> Fault:
@@ -1314,6 +1385,35 @@ MUTANTS = {
     ),
     "reserves without padding": Mutant(
         "T-16", "shm: reserved memory is not where the bucket belongs", reserves_without_padding, transport="shm"
+    ),
+    "receives ahead into two buffers": Mutant(
+        "T-16",
+        "two buffers are used in turn for buckets that are received ahead",
+        receiver=receives_ahead_into_two_buffers,
+    ),
+    "keeps arenas of kept tensors": Mutant(
+        "T-35",
+        "shm: arenas whose tensors are in use when the group ends stay open",
+        keeps_arenas_of_kept_tensors,
+        transport="shm",
+    ),
+    "lists tensors by name": Mutant(
+        "T-43",
+        "file: the header lists tensors by name, not in the order of their bytes",
+        lists_tensors_by_name,
+        transport="file",
+    ),
+    "counts unwritten buckets": Mutant(
+        "T-43",
+        "file: an update whose bucket could not be written is complete",
+        counts_unwritten_buckets,
+        transport="file",
+    ),
+    "reads without a deadline": Mutant(
+        "T-43",
+        "http: the timeout of a receive applies to each read",
+        receiver=reads_without_a_deadline,
+        transport="http",
     ),
     "clears at abort": Mutant(
         "T-16", "shm: `abort` clears memory that receivers still use", clears_at_abort, transport="shm"

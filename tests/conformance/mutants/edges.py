@@ -88,6 +88,19 @@ def tempering(change: Callable[[float], float]) -> Callable[[EmbeddedEndpoint], 
     return sampling_with(lambda s: {"temperature": change(s.temperature)})
 
 
+def waiting_for_bytes(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Search for stop strings as if no token had more than one byte."""
+    steps: Any = endpoint._engine.steps
+    hit = steps._hit_stop_string
+
+    def faulty(sequence: Any) -> bool:
+        fewest = min(len(stop.encode()) for stop in sequence.request.sampling.stop)
+        return len(sequence.token_ids) >= fewest and bool(hit(sequence))
+
+    steps._hit_stop_string = faulty
+    return endpoint
+
+
 def filtered_when_greedy(logits: torch.Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Drawn:
     """Filter greedy rows too, and report the logprob of what is left."""
     sampled = [p if p.temperature else p.model_copy(update={"temperature": 1.0}) for p in params]
@@ -336,6 +349,18 @@ MUTANTS = (
         "E-12",
         "Temperatures below 0.1 count as 0.",
         tempering(lambda t: 0.0 if t < 0.1 else t),
+    ),
+    Mutant(
+        "lowest temperatures greedy",
+        "E-12",
+        "Temperatures below 0.02 count as 0.",
+        tempering(lambda t: 0.0 if t < 0.02 else t),
+    ),
+    Mutant(
+        "stop strings after as many tokens as bytes",
+        "E-20",
+        "Stop strings are not searched for while a completion has fewer tokens than the shortest of them has bytes.",
+        waiting_for_bytes,
     ),
     Mutant("logits clamped", "U-74", "Logits are clamped at 50.", with_logits(lambda logits: logits.clamp(-50, 50))),
     Mutant(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -31,11 +32,17 @@ def _at_abort(endpoint: EmbeddedEndpoint, change: Any) -> EmbeddedEndpoint:
     return endpoint
 
 
-def continues_with_old_keys(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Keep the keys and values of requests that are aborted, and continue with them whatever the weights are."""
+def continues_with_old_keys(endpoint: EmbeddedEndpoint, *, forgets_at_updates: bool = False) -> EmbeddedEndpoint:
+    """Keep the keys and values of requests that are aborted, and continue with them whatever the weights are, or until
+    an update."""
     engine: Any = endpoint._engine
-    append = engine.steps._append
+    append, load = engine.steps._append, engine.load
     kept: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def loaded(*arguments: Any) -> Any:
+        if forgets_at_updates:
+            kept.clear()
+        return load(*arguments)
 
     def keep(engine: Any, sequence: Any) -> None:
         ids = tuple(sequence.all_ids())[:-1]
@@ -52,7 +59,7 @@ def continues_with_old_keys(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
                     values.copy_(old_values)
         return append(drawn)
 
-    engine.steps._append = faulty
+    engine.steps._append, engine.load = faulty, loaded
     return _at_abort(endpoint, keep)
 
 
@@ -190,6 +197,12 @@ MUTANTS = (
         "E-67",
         "The keys and values of aborted requests are kept and reused under any weights.",
         continues_with_old_keys,
+    ),
+    Mutant(
+        "continues with keys that an update kept",
+        "E-67",
+        "The keys and values of aborted requests are reused until the next update, even older ones that were kept.",
+        functools.partial(continues_with_old_keys, forgets_at_updates=True),
     ),
     Mutant(
         "scored at the end",

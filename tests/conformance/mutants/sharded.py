@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -147,6 +148,20 @@ def moves_the_base_at_once(
     return arrived
 
 
+def base_of_the_first_part_only(
+    endpoint: Any, staging: Any, own: Any, receiver: Any, transfer: BucketTransfer, bucket: BucketSpec
+) -> torch.Tensor:
+    """Apply deltas to zeros if the first part of their bucket is not a delta."""
+    base = staging._base
+    if base is not None and transfer.parts[0].encoding != "delta":
+        staging._base = SimpleNamespace(flats=[torch.zeros_like(flat) for flat in base.flats])
+    try:
+        arrived: torch.Tensor = own(receiver, transfer, bucket)
+    finally:
+        staging._base = base
+    return arrived
+
+
 def first_base_of_the_second_sender() -> Callable[[EmbeddedEndpoint], EmbeddedEndpoint]:
     """Deltas of the second sender are relative to the first base that there was."""
     place, first = threading.local(), {}
@@ -236,6 +251,12 @@ MUTANTS = (
         "U-67",
         "Parts of a delta replace their base as they arrive.",
         receiving_parts(moves_the_base_at_once),
+    ),
+    Mutant(
+        "base of the first part only",
+        "U-67",
+        "A delta beside a first part that is raw is applied to zeros.",
+        receiving_parts(base_of_the_first_part_only),
     ),
     Mutant(
         "committed without a part",
