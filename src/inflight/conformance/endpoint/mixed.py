@@ -26,6 +26,7 @@ from inflight.conformance.endpoint.waiting import within
 from inflight.conformance.reference import chosen, distribution
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import InvalidRequestError
+from inflight.rollouts import continuation
 from inflight.wire import (
     AbortRequests,
     Completion,
@@ -43,6 +44,8 @@ _NUM_CLIENTS, _NUM_UPDATES = 12, 26
 _MOST_TOKENS, _MOST_COMPLETIONS = 90, 3
 _PREFIX_LENGTHS = (1, 17, 64, 130)
 """Lengths of prefixes that prompts share: below, at and above the usual page sizes."""
+_CONTINUED = 0.5
+"""Share of aborted completions that are continued."""
 _STOPS = 12
 """Number of stop tokens of a request that has any."""
 _PAUSE_S = 0.03
@@ -55,8 +58,8 @@ _JUDGED_S = 10.0
 @check("U-75", "updates spans", deadline_s=180)
 @look_at("what differs between this request and one that runs alone: neighbours, updates, requests that ended early")
 async def mixed_requests(subject: EndpointSubject) -> None:
-    """However requests, updates of any kind, aborts and refused calls are mixed, every request ends as it would alone,
-    and each of its tokens has the logprob that the token's version and the policy prescribe."""
+    """However requests, updates of any kind, aborts, continuations and refused calls are mixed, every request ends as
+    it would alone, and each of its tokens has the logprob that the token's version and the policy prescribe."""
     chain, clients = UpdateChain(subject), (subject.endpoint, await subject.another_client())
     for policy in subject.pausing_policies():
         traffic = _Traffic(subject, clients, chain, policy)
@@ -81,7 +84,7 @@ class _Traffic:
         """Ids of requests that have ended."""
         self._is_over = False
         self._scores: list[tuple[ScoreRequest, ScoreResponse]] = []
-        self._num_aborted = self._num_cancelled = self._num_refused = 0
+        self._num_aborted = self._num_continued = self._num_cancelled = self._num_refused = 0
 
     async def run(self) -> None:
         """Publish updates while the clients sample; return once all requests have ended."""
@@ -137,7 +140,14 @@ class _Traffic:
         await asyncio.sleep(self._random.uniform(0.0, _PAUSE_S))
         await subject.aborting.abort_requests(AbortRequests(request_ids=(request.request_id,)))
         self._num_aborted += 1
-        await self._note(await asking, was_aborted=True)
+        _, _, completions = answer = await asking
+        await self._note(answer, was_aborted=True)
+        for completion in completions:
+            left = (request.sampling.max_tokens or 0) - len(completion.token_ids)
+            if completion.finish_reason == "abort" and left > 0 and self._random.random() < _CONTINUED:
+                self._num_continued += 1
+                rest = continuation(request, completion, f"{request.request_id}-rest-{self._num_continued}")
+                await self._note(await self._ask(rest), was_aborted=False)
 
     async def _cancel(self) -> None:
         asking = self._subject.begin(self._ask(self._request()))
@@ -184,7 +194,8 @@ class _Traffic:
         sampling: dict[str, Any] = {
             "max_tokens": draw.randint(1, _MOST_TOKENS),
             "n": draw.choice((1, 1, 1, 2, _MOST_COMPLETIONS)),
-            "temperature": draw.choice((1.0, 1.0, 0.6, 1.5)),
+            # Rounding decides which tokens are the likeliest, and a low temperature magnifies it.
+            "temperature": draw.choice((1.0, 1.0, 0.6, 1.5) if subject.is_coarse else (1.0, 1.0, 0.6, 1.5, 0.3, 0.0)),
             "seed": draw.choice((None, draw.randrange(1 << 40))),
             "ignore_eos": draw.random() < 0.7,
         }
@@ -218,6 +229,7 @@ class _Traffic:
             "judged": num_judged,
             "of several versions": sum(len(it.completion.version_spans) > 1 for it in self._answers),
             "aborted": self._num_aborted,
+            "continued": self._num_continued,
             "cancelled": self._num_cancelled,
             "refused": self._num_refused,
             "scored": len(self._scores),
