@@ -722,6 +722,31 @@ def keeps_records(sender: Any) -> None:
     sender.end = spoiled
 
 
+def drops_early_records(sender: Any) -> None:
+    """Only the records of the last two buckets are kept, as if every receiver kept up with the sender."""
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        send(bucket, timeout_s)
+        while len(sender._records) > 2:
+            sender._records.pop(0).unlink(missing_ok=True)
+
+    sender.send = spoiled
+
+
+def sends_pieces_by_address(sender: Any) -> None:
+    """Pieces of one storage are sent in the order in which they are stored."""
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        tensors = sorted(bucket.tensors, key=lambda tensor: tensor.data_ptr())
+        ends = [tensor.data_ptr() + tensor.nbytes for tensor in tensors]
+        is_whole = ends[:-1] == [tensor.data_ptr() for tensor in tensors[1:]]
+        send(replace(bucket, tensors=tuple(tensors)) if is_whole else bucket, timeout_s)
+
+    sender.send = spoiled
+
+
 def names_an_update_too_early(sender: Any) -> None:
     """latest.json names an update as soon as it begins."""
     store = sender._store
@@ -1414,6 +1439,15 @@ MUTANTS = {
         "http: the timeout of a receive applies to each read",
         receiver=reads_without_a_deadline,
         transport="http",
+    ),
+    "drops early records": Mutant(
+        "T-45",
+        "shm: only the records of the last two buckets are kept",
+        drops_early_records,
+        transport="shm",
+    ),
+    "sends pieces by address": Mutant(
+        "T-45", "pieces of one tensor are sent in the order in which they are stored", sends_pieces_by_address
     ),
     "clears at abort": Mutant(
         "T-16", "shm: `abort` clears memory that receivers still use", clears_at_abort, transport="shm"

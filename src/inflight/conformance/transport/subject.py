@@ -114,6 +114,11 @@ class TransportSubject:
         self._pair = open_pair(self._target, self.directory, address=address)
 
     @property
+    def max_receivers(self) -> int | None:
+        """The maximum number of receivers in one group on this machine; None if there is no limit."""
+        return self._pair.max_receivers
+
+    @property
     def sender(self) -> WeightSender:
         return self._pair.sender
 
