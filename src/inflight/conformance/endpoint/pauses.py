@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from inflight.base.tasks import cancel_and_wait
-from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.aftermath import (
     require_all_sampled_from,
     require_all_whole,
@@ -227,11 +229,15 @@ async def _begin_stream(
 async def drain_out_of_time(subject: EndpointSubject) -> None:
     """A drain that takes longer than the update's deadline is refused, even during the commit of a staged update, and
     every request continues; once all have ended, new requests are served."""
-    await subject.publisher.form_group()
-    running = await subject.start_running(4, max_tokens=min(500, subject.context_len * 3 // 4))
-    options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S}
-    drain = subject.publisher.request(subject.reference.weights, **options)
-    await subject.require_refused(drain, "a drain that exceeds its deadline")
+    publisher, options = subject.publisher, {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S}
+    await publisher.form_group()
+
+    async def drain() -> None:
+        update = await publisher.request(subject.reference.weights, **options)
+        await publisher.abort(update)
+        await publisher.form_group()
+
+    running = await _require_drain_refused(subject, 4, drain, "a drain that exceeds its deadline")
     if subject.capabilities.max_concurrent_sequences > len(running):
         await require_all_whole(subject.start(1, 16), "a request after a drain was refused")
     await require_old_weights(subject, "after a drain was refused")
@@ -241,15 +247,45 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
         await _drain_out_of_time_at_the_commit(subject)
 
 
+async def _require_drain_refused(
+    subject: EndpointSubject, num: int, drain: Callable[[], Coroutine[Any, Any, None]], what: str
+) -> Running:
+    """Require that ``drain`` is refused while requests run, and return these.
+
+    On a busy machine, they may have ended before it began, so it is tried again with longer ones. If it is accepted,
+    ``drain`` ends the update and restores what was served.
+    """
+    for length in subject.lengths(min(500, subject.context_len * 3 // 4)):
+        running = await subject.start_running(num, max_tokens=length)
+        draining = subject.begin(drain())
+        await asyncio.wait([draining], timeout=SERVED_S)
+        if draining.done() and draining.exception() is None and all(task.done() for _, task in running):
+            continue
+        await subject.require_refused(draining, what)
+        return running
+    fail(f"{what} was accepted (it began while requests of {length} tokens were running)")
+
+
 async def _drain_out_of_time_at_the_commit(subject: EndpointSubject) -> None:
     """Require that a staged update ends if its commit cannot drain in time, and that every request continues."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     options = {"in_flight": InFlightPolicy.DRAIN, "deadline_s": _SHORT_DRAIN_S, "staged": True}
-    update = await publisher.request(other, **options)
-    await publisher.send_all(update, other)
-    running = await subject.start_running(2, max_tokens=min(500, subject.context_len * 3 // 4))
-    commit = subject.endpoint.commit_weight_update(update.ref)
-    await subject.require_refused(commit, "the commit of a staged update whose drain exceeds its deadline")
+
+    async def stage() -> WeightUpdate:
+        update = await publisher.request(other, **options)
+        await publisher.send_all(update, other)
+        return update
+
+    update = await stage()
+
+    async def commit() -> None:
+        nonlocal update
+        await publisher.commit(update)
+        await publisher.publish(subject.reference.weights)
+        update = await stage()
+
+    what = "the commit of a staged update whose drain exceeds its deadline"
+    running = await _require_drain_refused(subject, 2, commit, what)
     publisher.lose_group()
     when = "after the commit of a staged update failed to drain in time"
     await require_all_whole(running, f"a request that ran {when}")
