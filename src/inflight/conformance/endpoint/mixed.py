@@ -199,6 +199,8 @@ class _Traffic:
             "seed": draw.choice((None, draw.randrange(1 << 40))),
             "ignore_eos": draw.random() < 0.7,
         }
+        if sampling["temperature"] == 0.0:
+            sampling["n"] = 1  # some engines refuse several completions that would all be the same
         if draw.random() < 0.3:
             sampling["stop_token_ids"] = tuple(draw.sample(range(subject.capabilities.vocab_size), _STOPS))
         if draw.random() < 0.2 and not subject.is_coarse:  # rounding changes which tokens are the likeliest
