@@ -1424,13 +1424,13 @@ MUTANTS = {
     ),
     "lists tensors by name": Mutant(
         "T-43",
-        "file: the header lists tensors by name, not in the order of their bytes",
+        "file: the header assigns byte ranges in the order of names, but bytes are stored in the sender's order",
         lists_tensors_by_name,
         transport="file",
     ),
     "counts unwritten buckets": Mutant(
         "T-43",
-        "file: an update whose bucket could not be written is complete",
+        "file: an update counts as complete although one of its buckets could not be written",
         counts_unwritten_buckets,
         transport="file",
     ),

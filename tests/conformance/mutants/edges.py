@@ -359,7 +359,7 @@ MUTANTS = (
     Mutant(
         "stop strings after as many tokens as bytes",
         "E-20",
-        "Stop strings are not searched for while a completion has fewer tokens than the shortest of them has bytes.",
+        "Stop strings are not searched for until a completion has as many tokens as the shortest one has bytes.",
         waiting_for_bytes,
     ),
     Mutant("logits clamped", "U-74", "Logits are clamped at 50.", with_logits(lambda logits: logits.clamp(-50, 50))),

@@ -201,7 +201,7 @@ MUTANTS = (
     Mutant(
         "continues with keys that an update kept",
         "E-67",
-        "The keys and values of aborted requests are reused until the next update, even older ones that were kept.",
+        "The keys and values of aborted requests are reused until the next update, even those of older weights.",
         functools.partial(continues_with_old_keys, forgets_at_updates=True),
     ),
     Mutant(

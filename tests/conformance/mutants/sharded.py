@@ -255,7 +255,7 @@ MUTANTS = (
     Mutant(
         "base of the first part only",
         "U-67",
-        "A delta beside a first part that is raw is applied to zeros.",
+        "Deltas in a bucket whose first part is raw are applied to zeros.",
         receiving_parts(base_of_the_first_part_only),
     ),
     Mutant(

@@ -16,7 +16,7 @@ from inflight.wire import Completion, EndpointState, GenerateRequest, GenerateRe
 _READY_S = 8.0
 """Time limit for what a check left behind to end, such as the lease of a pause."""
 _IDS = 8
-"""How many of the ids that a check has used are used again, at most."""
+"""Maximum number of a check's ids that are used again."""
 
 
 async def until_running(subject: EndpointSubject, num: int, seconds: float, what: str) -> None:
@@ -134,8 +134,8 @@ async def require_all_whole(running: Running, what: str) -> list[Completion]:
 
 
 def _used_ids(asked: Sequence[GenerateRequest]) -> list[str]:
-    """Return `_IDS` ids of a check's requests: half of them of the last requests, the others of the last request with
-    each combination of parameters."""
+    """Return at most `_IDS` ids of a check's requests: those of the last requests, up to half of that number, and then
+    those of the last request of each kind (streamed or not, continued or not, and which parameters it sets)."""
     of_kinds: dict[tuple[object, ...], str] = {}
     for request in asked:
         kind = request.stream, request.num_continued > 0, frozenset(request.sampling.model_fields_set)

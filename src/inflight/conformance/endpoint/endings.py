@@ -115,7 +115,9 @@ async def stop_strings(subject: EndpointSubject) -> None:
         num, is_cut = _STOP_LENGTHS[num_cases], num_cases == _NUM_CASES - 1
         if plain_text(tokenizer, among_others.token_ids, num, is_cut=is_cut) is None:
             continue
-        free = await subject.generate(prompt, max_tokens=48, **same)  # alone, as it will be with stop strings
+        free = await subject.generate(
+            prompt, max_tokens=48, **same
+        )  # sampled alone, like the request with stop strings
         if (stop := plain_text(tokenizer, free.token_ids, num, is_cut=is_cut)) is None:
             continue
         num_cases += 1
@@ -142,8 +144,8 @@ async def stop_strings(subject: EndpointSubject) -> None:
 
 
 async def _sampled(subject: EndpointSubject, **sampling: Any) -> AsyncGenerator[tuple[int, Sequence[Completion]]]:
-    """Yield `_MOST_SEEDS` seeds, each with the completions of a request with its prompt. Several requests run at a
-    time, since a search may need all of them."""
+    """Yield `_MOST_SEEDS` seeds, each with the completions of that seed's prompt. Several requests run at a time,
+    because a search may need all of the seeds."""
     for first in range(0, _MOST_SEEDS, _NUM_AT_ONCE):
         seeds = range(first, first + _NUM_AT_ONCE)
         requests = [subject.request(subject.prompt(seed=it), **subject.repeatable(it) | sampling) for it in seeds]
@@ -153,10 +155,10 @@ async def _sampled(subject: EndpointSubject, **sampling: Any) -> AsyncGenerator[
 
 
 async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
-    """Require that a completion ends at a stop string that ends within a token, and at one whose characters take
-    several tokens each.
+    """Require that a completion ends at a stop string that ends within a token, at one whose characters take several
+    tokens each, and at one that is the first token.
 
-    The check starts another endpoint, which serves a model that samples a text with both.
+    The check starts another endpoint, which serves a model that samples a text with all three.
     """
     if (reason := subject.missing("fresh")) is not None:
         subject.note(known_text=f"not checked: {reason}")
@@ -164,7 +166,7 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
     reference = ReferenceCheckpoint(make_model_of_text(subject.directory / "text", _LONG_CHARACTERS, _PAIRS))
     endpoint = (await subject.fresh(reference.path)).endpoint
     start, ends = [token % reference.vocab_size for token in subject.prompt()], []
-    middle = [*start, _LONG_CHARACTERS.encode()[-1]]  # after which the pairs follow
+    middle = [*start, _LONG_CHARACTERS.encode()[-1]]  # the pairs follow this token
     for stop, where, prompt in (
         (_LONG_CHARACTERS, "takes three tokens for each character", start),
         (_CUT, "ends within a token", start),

@@ -68,8 +68,8 @@ that it took before any request was aborted."""
 )
 async def continues_under_new_weights(subject: EndpointSubject) -> None:
     """A request that is aborted returns the tokens that it has, with their logprobs, and can be continued after an
-    update: the continuation is sampled from the new weights, which also compute its keys and values. These are computed
-    again even if the update came before the request was aborted."""
+    update: the continuation is sampled from the new weights, which also compute its keys and values. This also
+    holds if the update came before the abort and the request kept older keys and values until then."""
     _require_two_slots(subject)
     if subject.capabilities.streaming:
         await _abort_a_stream(subject)
@@ -99,15 +99,15 @@ async def continues_under_new_weights(subject: EndpointSubject) -> None:
 
 
 async def _require_continued_afresh(subject: EndpointSubject, weights: ReferenceWeights) -> None:
-    """Require that a continuation uses no keys and values that its first part kept through an update, although no other
-    update follows."""
+    """Require that a continuation uses none of the keys and values that its first part kept through an update, even if
+    no further update follows."""
     ((request, answer),) = await subject.start_running(1, max_tokens=_length(subject), seed=_SEED)
     await subject.generate(max_tokens=_MEANWHILE, seed=_OTHER_SEED)
     await subject.publisher.publish(weights, in_flight=InFlightPolicy.KEEP)
     await subject.generate(max_tokens=_MEANWHILE, seed=_OTHER_SEED)
     first = (await _end(subject, request, answer)).completions[0]
     if first.finish_reason != "abort":
-        return  # it had ended before, since an update takes long and the endpoint is fast
+        return  # the request had already ended: the update took long, or the endpoint is fast
     rest = continuation(request, first, f"{request.request_id}-afresh")
     second = (await subject.endpoint.generate(rest)).completions[0]
     what = "the continuation, without a further update, of a request that ran through an update under keep"

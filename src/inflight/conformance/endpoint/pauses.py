@@ -250,10 +250,10 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
 async def _require_drain_refused(
     subject: EndpointSubject, num: int, drain: Callable[[], Coroutine[Any, Any, None]], what: str
 ) -> Running:
-    """Require that ``drain`` is refused while requests run, and return these.
+    """Require that ``drain`` is refused while requests run, and return the requests.
 
-    On a busy machine, they may have ended before it began, so it is tried again with longer ones. If it is accepted,
-    ``drain`` ends the update and restores what was served.
+    On a busy machine, the requests may end before the drain begins; the attempt is then repeated with longer requests.
+    If the update is accepted, ``drain`` must end it and restore the weights that were served.
     """
     for length in subject.lengths(min(500, subject.context_len * 3 // 4)):
         running = await subject.start_running(num, max_tokens=length)

@@ -155,10 +155,10 @@ class EndpointSubject:
         return await self.enter(self._open(model))
 
     async def shared(self, model: Path) -> OpenedEndpoint:
-        """Return another endpoint that serves ``model``, the same one for consecutive checks. Needs ``fresh``.
+        """Return another endpoint that serves ``model`` and that consecutive checks share. Needs ``fresh``.
 
-        It is closed when a check fails, or opens an endpoint with another model; a check that changes its weights has
-        to close it by `close_shared`.
+        The endpoint is closed when a check fails, calls `fresh`, or asks for another model. A check that changes the
+        endpoint's weights must call `close_shared`.
         """
         if self._shared is None or self._shared[0] != model:
             await self.close_shared()

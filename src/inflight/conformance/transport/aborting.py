@@ -182,9 +182,9 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
 @look_at("references to the store, the group and its memory that abort or the next call of specs does not drop")
 def nothing_is_left_of_a_group(t: TransportSubject) -> None:
     """Nothing remains of a group, whether it was formed or not, once both ends have aborted, or once the sender has
-    opened another group: no listening socket, no descriptor, no file, no thread. Tensors that were received may be
-    dropped later. In an open group, the number of
-    descriptors does not grow with every update."""
+    opened another group: no listening socket, no descriptor, no file, no thread. Received tensors may outlive the
+    group; what they hold is then released when they are dropped. In an open group, the number of descriptors does not
+    grow with every update."""
     before = listening()
     _use_groups(t, 2)  # a transport may create sockets, threads and files once per process
     num_before, files, num_threads = _num_open(), _files(t), threading.active_count()
@@ -208,7 +208,7 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
 
 
 def _require_nothing_is_left_for_kept_tensors(t: TransportSubject) -> None:
-    """Fail if descriptors stay open because received tensors outlived the group, once these have been dropped too."""
+    """Fail if descriptors stay open after received tensors that outlived their group have been dropped."""
     counts: list[int] = []
     for is_kept in (False, True):
         (receiver,) = t.form()

@@ -1,4 +1,4 @@
-"""A check that mixes groups, updates, attempts, buckets and receivers at random, always in the same way."""
+"""A check that mixes groups, updates, attempts, buckets and receivers at random, with a fixed seed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SEED = 45
 _NUM_GROUPS = 8
 _MOST_UPDATES, _MOST_BUCKETS, _MOST_TENSORS = 5, 4, 6
 _MOST_KEPT = 60
-"""Number of received tensors that are kept at a time."""
+"""Beyond this number of kept tensors, only one received tensor in ten is kept."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.uint8)
 _SHAPES = ((), (0,), (1,), (3,), (7, 5), (2, 0, 4), (64, 64), (1021,))
 _LARGE = (100_003, 500_009, 1_300_021)
@@ -36,7 +36,7 @@ _SESSIONS = ("", "first", "second")
 def mixed_groups_and_updates(t: TransportSubject) -> None:
     """However groups of any size, complete and abandoned updates, new attempts at a version, and buckets of any content
     follow one another, every receiver gets exactly the bytes of each bucket, and received tensors do not change while
-    they are kept. The number of open descriptors and of threads does not grow."""
+    they are kept. The numbers of open descriptors and threads do not grow."""
     mix = _Mix(t)
     counts: list[tuple[int, int]] = []
     for number in range(1, _NUM_GROUPS + 1):
@@ -45,8 +45,8 @@ def mixed_groups_and_updates(t: TransportSubject) -> None:
             counts.append(mix.num_left(counts))
     t.note(updates=mix.num_updates, buckets=mix.num_buckets, kept=mix.num_compared, descriptors_and_threads=counts)
     more = [after - before for before, after in zip(*counts, strict=True)]
-    words = f"{more[0]} more descriptors and {more[1]} more threads than as many groups before them"
-    require(max(more) <= 0, f"{_NUM_GROUPS // 2} groups leave {words}")
+    words = f"{more[0]} more descriptors and {more[1]} more threads than after the first {_NUM_GROUPS // 2}"
+    require(max(more) <= 0, f"after {_NUM_GROUPS} groups, there are {words}")
 
 
 class _Mix:
@@ -60,7 +60,7 @@ class _Mix:
         self.num_updates = self.num_buckets = self.num_compared = 0
 
     def use_a_group(self) -> None:
-        """Form a group, send some updates, and end the group on both sides or on neither."""
+        """Form a group, send some updates, and abort every receiver and sometimes the sender, in any order."""
         t, draw = self._t, self._draw
         sizes = ([1], [1, 1], [2], [1, 2]) if t.max_receivers is None or t.max_receivers >= 3 else ([1],)
         receivers = t.form_endpoints(draw.choice(sizes))
@@ -75,8 +75,8 @@ class _Mix:
         del self._kept[_MOST_KEPT // 2 :]
 
     def num_left(self, earlier: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Return the numbers of open descriptors and of threads once the sender and all received tensors are gone, or
-        once they are as low as ``earlier``."""
+        """Abort the sender, drop all received tensors, and return the numbers of open descriptors and of threads: as
+        soon as neither exceeds its value in one of ``earlier``, or after a time limit."""
         self._t.sender.abort()
         self._kept.clear()
         started = time.monotonic()

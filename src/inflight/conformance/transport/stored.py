@@ -105,12 +105,12 @@ class _Url(_Tree):
     "latest.json appear; which updates are removed"
 )
 def stored_files_have_their_form(t: TransportSubject) -> None:
-    """The files of an update have the documented names and contents: a bucket is a safetensors file, the manifest
-    appears with the last bucket, unless a bucket could not be written, and latest.json then names the update. The
-    newest complete updates and those that are leased are kept, and others are removed. Files that another
-    implementation wrote are read if they have this format, and refused if they belong to another bucket or are links.
-    Over HTTP, a reader whose connection is cut continues where it stopped, and bytes that arrive slowly do not extend
-    its timeout."""
+    """The files of an update have the documented names and contents: a bucket is a safetensors file, and once
+    every bucket has been written, the manifest appears and latest.json names the update. If a bucket could not be
+    written, neither happens. The newest complete updates and those that are leased are kept, and others are removed.
+    Files that another implementation wrote are read if they have this format, and refused if they belong to another
+    bucket or are links. Over HTTP, a reader whose connection is cut continues where it stopped, and bytes that arrive
+    slowly do not extend its timeout."""
     (spec,) = t.sender.specs(_RUN_ID, [1], FORM_S)
     receiver = t.receiver(GroupMember(spec))
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
@@ -323,9 +323,7 @@ def _require_incomplete_without_a_bucket(t: TransportSubject, tree: _Directory) 
     errors = [failure_of(t.start_send(bucket), FORM_S + SLACK_S) for bucket in buckets]
     t.note(bucket_that_cannot_be_written=[str(error) for error in errors])
     is_complete = tree.message("90", "manifest.json") is not None or tree.message("latest.json") != latest
-    require(
-        not is_complete, "an update of which a bucket could not be written has a manifest.json, or latest.json names it"
-    )
+    require(not is_complete, "an update has a manifest.json or is named in latest.json, but lacks a bucket")
 
 
 def _require_foreign_files_are_read(t: TransportSubject, tree: _Directory, receiver: WeightReceiver) -> None:

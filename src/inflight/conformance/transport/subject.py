@@ -238,7 +238,10 @@ def failure_of(call: PendingCall[Any], within_s: float) -> TransferError:
 
 
 def bucket_of(*tensors: torch.Tensor, index: int = 0) -> WeightBucket:
-    """Return a bucket of these tensors, with specs derived from them. Their names are in descending order."""
+    """Return a bucket of these tensors, with specs derived from them.
+
+    The numbers in their names descend, so that the order of the tensors is not that of their names.
+    """
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     specs = [
         TensorSpec.model_validate(
