@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import socket
@@ -151,6 +152,41 @@ def reads_without_a_deadline(receiver: Any) -> None:
         return flat
 
     receiver._receive_bytes = receive_bytes
+
+
+def uses_abandoned_arenas_again(sender: Any) -> None:
+    end = sender.end
+    sender.end = lambda *, is_done: end(is_done=True)
+
+
+def loses_rewritten_tails(sender: Any) -> None:
+    """Where a large bucket replaces another, only whole pieces of 16 MiB are written."""
+    send, piece = sender.send, 16 << 20
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        size_bytes = sum(spec.size_bytes for spec in bucket.specs)
+        memory = sender.reserve(bucket.index, size_bytes) if size_bytes > piece else None
+        tail = None if memory is None else memory[size_bytes // piece * piece :]
+        before = None if tail is None else tail.clone()
+        send(bucket, timeout_s)
+        if tail is not None and before is not None:
+            tail.copy_(before)
+
+    sender.send = spoiled
+
+
+def keeps_the_highest_versions(sender: Any) -> None:
+    store, prune = sender._store, sender._store._prune
+
+    def pruned(directory: Path) -> None:
+        prune(directory)
+        complete = [manifest.parent for manifest in directory.glob("*/manifest.json")]
+        latest = json.loads((directory / "latest.json").read_text())["version"]
+        versions = {int(path.name.partition("-")[0]): path for path in complete}
+        if latest == min(versions) and len(versions) > 2:
+            shutil.rmtree(versions[latest])
+
+    store._prune = pruned
 
 
 def insists_on_begin(method: str) -> Fault:
@@ -1439,6 +1475,24 @@ MUTANTS = {
         "http: the timeout of a receive applies to each read",
         receiver=reads_without_a_deadline,
         transport="http",
+    ),
+    "uses abandoned arenas again": Mutant(
+        "T-16",
+        "shm: the memory of an update that was not committed is used for later ones",
+        uses_abandoned_arenas_again,
+        transport="shm",
+    ),
+    "loses rewritten tails": Mutant(
+        "T-12",
+        "shm: the end of a large bucket is not written where another bucket was stored",
+        loses_rewritten_tails,
+        transport="shm",
+    ),
+    "keeps the highest versions": Mutant(
+        "T-43",
+        "file: the updates with the highest versions are kept, not the newest ones",
+        keeps_the_highest_versions,
+        transport="file",
     ),
     "drops early records": Mutant(
         "T-45",

@@ -19,6 +19,8 @@ _SIZES = (1, 2, 6, 254, 4097, 65_538, (1 << 20) + 1, (1 << 20) + 2, (1 << 22) + 
 
 Buckets of odd sizes hold encoded bytes.
 """
+_LARGE_AGAIN = ((40 << 20) + 6,) * 4
+"""Sizes of buckets that are sent afterwards: a store writes them where it has written others."""
 _PATTERNS = {
     torch.float64: (
         torch.int64,
@@ -83,11 +85,12 @@ def strided_tensors_arrive_row_major(t: TransportSubject) -> None:
 
 @check("T-12", deadline_s=30, look_at="short writes and reads, limits on the size of a message, remainders of chunks")
 def buckets_of_any_size_arrive_whole(t: TransportSubject) -> None:
-    """A bucket of any size from one byte to 64 MB arrives complete, even if its bytes are encoded."""
+    """A bucket of any size from one byte to 64 MB arrives complete, even if its bytes are encoded or it follows others
+    of that size."""
     (receiver,) = t.form()
     wrong, seconds = {}, 0.0
-    for size_bytes in _SIZES:
-        data = torch.arange(size_bytes // 8 + 1, dtype=torch.int64).mul_(0x9E3779B97F4A7C15 - (1 << 64))
+    for number, size_bytes in enumerate((*_SIZES, *_LARGE_AGAIN)):
+        data = torch.arange(number, number + size_bytes // 8 + 1).mul_(0x9E3779B97F4A7C15 - (1 << 64))
         tensor = data.view(torch.uint8)[:size_bytes]
         bucket = bucket_of(tensor if size_bytes % 2 else tensor.view(torch.bfloat16))
         started = time.monotonic()
@@ -95,6 +98,7 @@ def buckets_of_any_size_arrive_whole(t: TransportSubject) -> None:
         seconds = time.monotonic() - started
         if count := _num_wrong(arrived, tensor):
             wrong[size_bytes] = count
+        del arrived
     t.note(sizes=_SIZES, seconds_of_the_largest=seconds, wrong_bytes_by_size=wrong)
     require(not wrong, f"bytes that arrived wrong, by size of the bucket: {wrong}")
 
@@ -217,6 +221,28 @@ def _require_reserved_buckets_arrive(t: TransportSubject) -> None:
         require(not any(wrong), f"wrong bytes in buckets that were sent from reserved memory, per bucket: {wrong}")
         t.sender.end(is_done=True)
     t.note(num_reserved=num_reserved)
+    _require_ended_memory_is_unused(t, receiver)
+
+
+def _require_ended_memory_is_unused(t: TransportSubject, receiver: WeightReceiver) -> None:
+    """Require that memory that was reserved for an update that has ended holds nothing of later updates."""
+    assert isinstance(t.sender, ReservesMemory)
+    bucket = bucket_of(torch.arange(4096.0))
+    for _ in range(_NUM_UPDATES):
+        t.transfer([receiver], bucket)
+    t.begin([receiver], bucket)
+    if (memory := t.sender.reserve(0, bucket.tensors[0].nbytes)) is None:
+        return
+    t.sender.end(is_done=False)
+    for _ in range(_NUM_UPDATES):
+        t.begin([receiver], bucket)
+        receives = t.start_receives([receiver], bucket) if t.sender.is_collective else []
+        t.start_send(bucket).result(FORM_S + SLACK_S)
+        memory.fill_(0xFF)
+        (receive,) = receives or t.start_receives([receiver], bucket)
+        num_wrong = _num_wrong(receive.result(FORM_S + SLACK_S)[0], bucket.tensors[0])
+        require(not num_wrong, f"memory that was reserved for an ended update holds {num_wrong} bytes of a later one")
+        t.sender.end(is_done=True)
 
 
 @check("T-17", look_at="send: in-place operations on the trainer's tensors")

@@ -33,7 +33,9 @@ _RUN_ID = ".a run/7% \u00fc"
 _SESSION = "try_2.a-b"
 _NUM_LATER = 3
 """Number of later updates after which an update that is not leased has been removed."""
-_LEASE = "lease-0123456789abcdef"
+_LEASE, _LEASE_OF_ANOTHER = "lease-0123456789abcdef", "lease-fedcba9876543210"
+_LOWER = -8
+"""Number of an update that is stored after others, and whose version is lower than theirs."""
 _LEASED_S = 15.0
 """Age at which a lease no longer keeps its update."""
 _ALIGNMENT = 64
@@ -56,8 +58,8 @@ class _Tree(ABC):
         """Return the content of a file of the run, or None if it does not exist."""
 
     @abstractmethod
-    def lease(self, update: str) -> None:
-        """Take or renew the lease on an update."""
+    def lease(self, update: str, name: str = _LEASE) -> None:
+        """Take or renew a reader's lease on an update."""
 
     def message(self, *names: str) -> Any:
         """Return a JSON file's value, or None if the file does not exist."""
@@ -74,8 +76,8 @@ class _Directory(_Tree):
         path = self.path.joinpath(*names)
         return path.read_bytes() if path.exists() else None
 
-    def lease(self, update: str) -> None:
-        (self.path / update / _LEASE).write_text("")
+    def lease(self, update: str, name: str = _LEASE) -> None:
+        (self.path / update / name).write_text("")
 
 
 class _Url(_Tree):
@@ -94,8 +96,8 @@ class _Url(_Tree):
         require(answer.status_code in (200, 404), f"GET {'/'.join(names)} has status {answer.status_code}")
         return answer.content if answer.status_code == 200 else None
 
-    def lease(self, update: str) -> None:
-        answer = self.get(update, _LEASE)
+    def lease(self, update: str, name: str = _LEASE) -> None:
+        answer = self.get(update, name)
         require(answer.status_code == 200, f"GET of a lease on a complete update has status {answer.status_code}")
 
 
@@ -107,7 +109,8 @@ class _Url(_Tree):
 def stored_files_have_their_form(t: TransportSubject) -> None:
     """The files of an update have the documented names and contents: a bucket is a safetensors file, and once
     every bucket has been written, the manifest appears and latest.json names the update. If a bucket could not be
-    written, neither happens. The newest complete updates and those that are leased are kept, and others are removed.
+    written, neither happens. The newest complete updates, whatever their versions, and those that are leased are
+    kept, and others are removed.
     Files that another implementation wrote are read if they have this format, and refused if they belong to another
     bucket or are links. Over HTTP, a reader whose connection is cut continues where it stopped, and bytes that arrive
     slowly do not extend its timeout."""
@@ -129,14 +132,18 @@ def _require_form(t: TransportSubject, tree: _Tree, receiver: WeightReceiver) ->
     tree.lease(names[1])
     for number in range(2, 2 + _NUM_LATER):
         names.append(_require_stored(t, tree, receiver, number))
+        tree.lease(names[2], _LEASE_OF_ANOTHER)
     _require_kept(tree, names)
+    lower = _require_stored(t, tree, receiver, _LOWER)
+    words = f"update {lower}, which was stored after updates of higher versions, has been removed"
+    require(tree.message(lower, "manifest.json") is not None, words)
     if isinstance(tree, _Url):
         _require_answers(tree, names[-1])
     if isinstance(tree, _Directory):
         _require_lease_ends(t, tree, receiver, names[1])
         _require_foreign_files_are_read(t, tree, receiver)
         _require_incomplete_without_a_bucket(t, tree)
-    t.note(updates=names)
+    t.note(updates=[*names, lower])
 
 
 def _buckets(number: int) -> list[WeightBucket]:
