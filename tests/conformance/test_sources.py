@@ -5,13 +5,21 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 import inflight
 from inflight.conformance import sources
+from inflight.conformance.checks import Check
+from inflight.conformance.kit import Kit
 from inflight.conformance.report.files import certificate_json
 from inflight.conformance.sources import digest, is_current
+from inflight.conformance.suite import run_suite
+from inflight.conformance.targets import WorkerTarget
+from inflight.conformance.verdicts import Verdict
+from inflight.conformance.worker.catalogue import CHECKS
 from tests.conformance.certificates import FAILED, PASSED, certificate
 
 INSTALLED = Path(inflight.__file__).parents[1]
@@ -122,3 +130,21 @@ def test_a_kept_certificate_holds_while_it_conforms_is_whole_and_has_the_digest(
         statuses.append(sources.main(kept))
     assert statuses == [0, 1, 1, 1, 1]
     assert sources.main(tmp_path / "missing.json") == 1
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_certificate_whose_sources_change_while_it_is_made_is_not_valid(copy: Path, changes: bool) -> None:
+    first = digest_of(TARGET)
+
+    def run(check: Check) -> Verdict:
+        if changes:
+            (copy / "inflight_fsdp" / "new.py").touch()
+        return PASSED.model_copy(update={"id": check.id, "level": check.level})
+
+    kit = SimpleNamespace(
+        target=WorkerTarget(factory=TARGET), facts={}, run=run, gone=None, is_over=False, start_seconds=0.0
+    )
+    made = run_suite(cast(Kit, kit), CHECKS[:2])
+    assert made.sources == first
+    assert made.conforms is not changes
+    assert ("changed while the checks ran" in made.problem) is changes

@@ -58,14 +58,14 @@ class CertificateComparison(WireModel):
     changes: tuple[Change, ...]
     facts: tuple[FactChange, ...]
     new_problem: str = ""
-    """Why the new run ended early, if the old one did not."""
+    """The problem of the new run, if the old one had none."""
 
     def of(self, kind: ChangeKind) -> tuple[Change, ...]:
         return tuple(change for change in self.changes if change.kind is kind)
 
     @property
     def is_worse(self) -> bool:
-        """Whether a check regressed, or the new run ended early and the old one did not."""
+        """Whether a check regressed, or the new run has a problem and the old one has none."""
         return bool(self.of(ChangeKind.REGRESSION)) or bool(self.new_problem)
 
 
@@ -94,7 +94,7 @@ def comparison_text(comparison: CertificateComparison) -> str:
     """Return the comparison for a terminal, the worst changes first."""
     lines = [f"old: {comparison.old_title}", f"new: {comparison.new_title}"]
     if comparison.new_problem:
-        lines += ["", f"the new run ended early, {comparison.new_problem}"]
+        lines += ["", f"the new certificate is not valid: {comparison.new_problem}"]
     for kind in ChangeKind:
         if changes := comparison.of(kind):
             lines += ["", f"{kind} ({len(changes)})", *(f"  {_change_text(change)}" for change in changes)]

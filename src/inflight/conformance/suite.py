@@ -38,10 +38,13 @@ def run_suite(
     Raises `ConfigError` if the subject cannot be created. If an endpoint becomes unavailable, the verdict on the check
     that caused this reports it, and the other checks are skipped. If a worker or a transport cannot be created again
     after some checks, or if a check hangs under torchrun, the certificate contains the verdicts so far and states the
-    reason in ``problem``.
+    reason in ``problem``, as it does if the sources change while the checks run.
     """
     started_at, started = datetime.now(UTC), time.monotonic()
     target, facts = kit.target, kit.facts
+    said = _redacted({**facts, "target": _label(target)}, _secrets(target))
+    said["implementation"] = said.get("implementation") or said["target"]
+    sources = digest(target.kind, said["target"], said["implementation"])
     verdicts: list[Verdict] = []
     roots: dict[str, str] = {}
     problem = ""
@@ -51,28 +54,29 @@ def run_suite(
         except ConfigError as error:
             if not verdicts:
                 raise
-            problem = f"before {check}: {error}"
+            problem = f"the run ended before {check}: {error}"
             break
         verdicts.append(_settled(verdict, target, expected))
         on_verdict(verdicts[-1])
         if kit.gone is not None and kit.gone.since != verdict.id:
             roots[kit.gone.since] = kit.gone.why
         if kit.is_over and check is not checks[-1]:
-            problem = f"after {check.id}, which hung"
+            problem = f"the run ended after {check.id}, which hung"
             break
     asked = {check.id for check in checks}
-    said = _redacted({**facts, "target": _label(target), "problem": problem}, _secrets(target))
-    said["implementation"] = said.get("implementation") or said["target"]
+    if not problem and digest(target.kind, said["target"], said["implementation"]) != sources:
+        problem = "its sources or those of the kit changed while the checks ran"
     return Certificate(
         kit_version=__version__,
         kind=target.kind,
         environment=environment(),
-        sources=digest(target.kind, said["target"], said["implementation"]),
+        sources=sources,
         started_at=started_at.isoformat(timespec="seconds"),
         seconds=round(time.monotonic() - started, 3),
         start_seconds=round(kit.start_seconds, 3),
         left_out=tuple(check.id for check in checks_of(target.kind) if check.id not in asked),
         verdicts=tuple(_as_root(verdict, target, roots.get(verdict.id)) for verdict in verdicts),
+        problem=_redacted(problem, _secrets(target)),
         **said,
     )
 

@@ -32,7 +32,7 @@ def caveats(certificate: Certificate) -> list[str]:
     """Return the caveats that a reader of the headline must know."""
     found = []
     if certificate.problem:
-        found.append(f"The run ended early, {certificate.problem}")
+        found.append(f"The certificate is not valid: {certificate.problem}")
     if certificate.left_out:
         num_checks = len(certificate.left_out)
         found.append(f"{num_checks} check{'s were' if num_checks > 1 else ' was'} left out of this run.")

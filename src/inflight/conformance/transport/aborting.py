@@ -15,7 +15,7 @@ from inflight.conformance.calls import SLACK_S, PendingCall, results
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.transport.sockets import listening, num_descriptors
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
-from inflight.contracts import WeightReceiver, WeightSender
+from inflight.contracts import ReceivesAhead, WeightReceiver, WeightSender
 from inflight.errors import TransferError
 
 LEVEL = "abort"
@@ -204,27 +204,36 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
     require(num_more < _NUM_GROUPS, f"{after}, {num_more} more files exist: {shortened(more)}")
     require(num_running < _NUM_GROUPS, f"{after}, {num_running} more threads are running than before")
     _require_constant_descriptors(t)
-    _require_nothing_is_left_for_kept_tensors(t)
+    _require_no_more_is_left(t)
 
 
-def _require_nothing_is_left_for_kept_tensors(t: TransportSubject) -> None:
-    """Fail if descriptors stay open after received tensors that outlived their group have been dropped."""
-    counts: list[int] = []
-    for is_kept in (False, True):
+def _require_no_more_is_left(t: TransportSubject) -> None:
+    """Fail if more descriptors stay open, while the receiver still exists, after received tensors that outlived their
+    group have been dropped, or after a group in which a receive ahead was pending."""
+    cases = {
+        "": (False, False),
+        "received tensors are dropped after both ends have aborted": (True, False),
+        "both ends have aborted during a receive ahead": (False, True),
+    }
+    left: dict[str, int] = {}
+    for what, (is_kept, is_ahead) in cases.items():
         (receiver,) = t.form()
-        arrived: list[Any] = [t.transfer([receiver], bucket_of(torch.zeros(_KEPT)))]
+        bucket = bucket_of(torch.zeros(_KEPT))
+        arrived: list[Any] = [t.transfer([receiver], bucket)]
+        if is_ahead and isinstance(receiver, ReceivesAhead):
+            receiver.receive_ahead(bucket.specs, FORM_S)
         if not is_kept:
             arrived.clear()
         receiver.abort()
         t.sender.abort()
         arrived.clear()
         started = time.monotonic()
-        while (num := _num_open()) > min(counts, default=num) and time.monotonic() - started < SLACK_S:
+        while (num := _num_open()) > min(left.values(), default=num) and time.monotonic() - started < SLACK_S:
             time.sleep(0.02)
-        counts.append(num)
-    t.note(**{"descriptors after a group, and after one whose tensors were dropped later": counts})
-    words = "if received tensors are dropped only after both ends have aborted"
-    require(counts[1] <= counts[0], f"{words}, {counts[1] - counts[0]} more descriptors stay open")
+        left[what] = num
+    t.note(**{"descriptors after a group, and after one in which": left})
+    for what, num in left.items():
+        require(num <= left[""], f"if {what}, {num - left['']} more descriptors stay open")
 
 
 def _require_constant_descriptors(t: TransportSubject) -> None:

@@ -107,9 +107,8 @@ def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
         found[f"a step after loading what {call} saved"] = gathered(resumed)
     if subject.rank == 0:
         what, expected = "a step after loading what save() saved", found.pop("a step after loading what save() saved")
-        allowed = min(subject.tolerance.change, 2 * subject.tolerance.update)
         for other, weights in found.items():
-            compare_changes(subject, saved, expected, weights, f"{other}, and {what}", relative=allowed)
+            compare_changes(subject, saved, expected, weights, f"{other}, and {what}", by_the_same_worker=True)
     _require_in_turn(subject, worker, directory)
 
 

@@ -156,7 +156,14 @@ def a_lora_resumes(subject: WorkerSubject) -> None:
         take_steps(resumed, batches[2:])
         found = gathered(resumed)
         if subject.rank == 0:
-            compare_changes(subject, saved, expected, found, f"two steps of {name} after a load, and without it")
+            compare_changes(
+                subject,
+                saved,
+                expected,
+                found,
+                f"two steps of {name} after a load, and without it",
+                by_the_same_worker=True,
+            )
     if isinstance(new, BackgroundSavingWorker):
         _require_saved_in_the_background(subject, new, steady, batches[:1])
     _require_dropout(subject)

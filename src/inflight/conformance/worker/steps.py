@@ -190,7 +190,14 @@ def _compare_good_steps(
         take_steps(good, [_batch(subject, 2), _batch(subject, 3)])
     found, expected = gathered(worker), gathered(steady)
     if subject.rank == 0:
-        compare_changes(subject, before, expected, found, "with and without a refused step before two good ones")
+        compare_changes(
+            subject,
+            before,
+            expected,
+            found,
+            "with and without a refused step before two good ones",
+            by_the_same_worker=True,
+        )
 
 
 def _batch(subject: WorkerSubject, seed: int) -> MicroBatch:

@@ -180,12 +180,12 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         raise TransferError(ABANDONED)
 
     def receive(self, specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        group, what = self._group, "receiving a bucket"
+        group = self._group
         ahead, self._ahead = self._ahead, None
         if group is None:
             raise TransferError("no weight group is formed")
         try:
-            return self._receive(group, ahead, specs, timeout_s, what)
+            return self._receive(group, ahead, specs, timeout_s)
         except TransferError:
             self.abort()  # the next receive would be taken for this one
             raise
@@ -196,8 +196,8 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
         ahead: tuple[torch.Tensor, Future[None]] | None,
         specs: Sequence[TensorSpec],
         timeout_s: float,
-        what: str,
     ) -> list[torch.Tensor]:
+        what = "receiving a bucket"
         size_bytes = sum(spec.size_bytes for spec in specs)
         if ahead is None:
             flat = self._buffer(size_bytes)
@@ -237,7 +237,7 @@ class ProcessGroupReceiver(WeightReceiver, ReceivesAhead):
 
     def abort(self) -> None:
         with self._lock:
-            group, self._group = self._group, None
+            group, self._group, self._ahead = self._group, None, None
             abandon(self._abandoned)
         if group is not None:
             group.abort()
