@@ -293,6 +293,16 @@ def waits_long_for_what_was_begun_ahead(receiver: Any) -> None:
     receiver.receive = lambda specs, timeout_s: receive(specs, timeout_s if receiver._ahead is None else 30.0)
 
 
+def keeps_what_it_receives_ahead(receiver: Any) -> None:
+    abort, kept = receiver.abort, []
+
+    def aborting() -> None:
+        kept.append(receiver._ahead)
+        abort()
+
+    receiver.abort = aborting
+
+
 def aborts_only_if(condition: Callable[[Any], bool]) -> Fault:
     def spoil(end: Any) -> None:
         abort = end.abort
@@ -1431,6 +1441,9 @@ MUTANTS = {
         "T-35",
         "a temporary file of each group is not removed",
         leaves_in_each_group(lambda: os.close(tempfile.mkstemp()[0])),
+    ),
+    "keeps what it receives ahead": Mutant(
+        "T-35", "a receiver that was aborted keeps its pending receive", receiver=keeps_what_it_receives_ahead
     ),
     "file of an unformed group": Mutant(
         "T-35", "the file of a group that no rank joined is not removed", leaves_the_file_of_an_unformed_group
