@@ -485,15 +485,33 @@ def maps_no_empty_memory(receiver: Any, tensors: list[torch.Tensor]) -> list[tor
     return tensors
 
 
-def loses_what_came_ahead(receiver: Any) -> None:
-    receive = receiver.receive
+def spoils_what_came_ahead(spoil: Callable[[torch.Tensor], torch.Tensor]) -> Fault:
+    def apply(receiver: Any) -> None:
+        receive = receiver.receive
 
-    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        was_ahead = receiver._ahead is not None
-        found = receive(specs, timeout_s)
-        return [torch.zeros_like(tensor) for tensor in found] if was_ahead else found
+        def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+            was_ahead = receiver._ahead is not None
+            found = receive(specs, timeout_s)
+            return [spoil(tensor) for tensor in found] if was_ahead else found
 
-    receiver.receive = spoiled
+        receiver.receive = spoiled
+
+    return apply
+
+
+def without_large_tail(tensor: torch.Tensor) -> torch.Tensor:
+    """Zero the bytes after the first 16 MiB."""
+    tensor.flatten().view(torch.uint8)[1 << 24 :] = 0
+    return tensor
+
+
+def sends_strays_before_an_update(sender: Any) -> None:
+    send = sender.send
+
+    def stray(bucket: WeightBucket, timeout_s: float) -> None:
+        send(replace(bucket, ref=None) if sender._ref is None else bucket, timeout_s)
+
+    sender.send = stray
 
 
 def joins_with_a_timeout_for_each_rank(sender: Any) -> None:
@@ -1261,7 +1279,14 @@ MUTANTS = {
     ),
     "no odd tail": Mutant("T-12", "bytes after the last whole word are lost", receiver=received(without_odd_tail)),
     "no last chunk": Mutant("T-12", "the last chunk is lost if it is short", receiver=received(without_last_chunk)),
-    "ahead is lost": Mutant("T-13", "data that was received ahead is lost", receiver=loses_what_came_ahead),
+    "ahead is lost": Mutant(
+        "T-13", "data that was received ahead is lost", receiver=spoils_what_came_ahead(torch.zeros_like)
+    ),
+    "one piece ahead": Mutant(
+        "T-12",
+        "of a large bucket, only the first piece is received ahead",
+        receiver=spoils_what_came_ahead(without_large_tail),
+    ),
     "old buffer": Mutant(
         "T-13", "one bucket contains the data of the previous bucket", sends_bucket_50_from_the_old_buffer
     ),
@@ -1288,6 +1313,11 @@ MUTANTS = {
         transport="http",
     ),
     "sends strays": Mutant("T-33", "a bucket of another update is sent", sends_strays),
+    "sends strays before an update": Mutant(
+        "T-33",
+        "a bucket of another update is sent if the group has begun no update",
+        sends_strays_before_an_update,
+    ),
     "whole seconds": Mutant("T-20", "timeouts are cut to whole seconds", receiver=whole_seconds),
     "joins after an abort": Mutant(
         "T-35", "a group that forms after the receiver was aborted stays open", receiver=joins_after_an_abort

@@ -15,7 +15,7 @@ from inflight.conformance.calls import SLACK_S, PendingCall, results
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.transport.sockets import listening, num_descriptors
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
-from inflight.contracts import ReceivesAhead, WeightReceiver, WeightSender
+from inflight.contracts import WeightReceiver, WeightSender
 from inflight.errors import TransferError
 
 LEVEL = "abort"
@@ -145,6 +145,7 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
     failure_of(receive, 0.5 + SLACK_S)
     sending.ending(_LONG_S + SLACK_S)
     (receiver,) = t.form()
+    failure_of(t.start_send(replace(stale, ref=ref)), FORM_S + SLACK_S)  # before the first update of the group begins
     t.begin([receiver], bucket)
     (waiting,) = t.start_receives([receiver], bucket)
     failure_of(t.start_send(replace(bucket, ref=ref)), FORM_S + SLACK_S)
@@ -220,8 +221,8 @@ def _require_no_more_is_left(t: TransportSubject) -> None:
         (receiver,) = t.form()
         bucket = bucket_of(torch.zeros(_KEPT))
         arrived: list[Any] = [t.transfer([receiver], bucket)]
-        if is_ahead and isinstance(receiver, ReceivesAhead):
-            receiver.receive_ahead(bucket.specs, FORM_S)
+        if is_ahead:
+            t.receive_ahead(receiver, bucket)
         if not is_kept:
             arrived.clear()
         receiver.abort()

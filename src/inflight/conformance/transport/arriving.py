@@ -85,16 +85,17 @@ def strided_tensors_arrive_row_major(t: TransportSubject) -> None:
 
 @check("T-12", deadline_s=30, look_at="short writes and reads, limits on the size of a message, remainders of chunks")
 def buckets_of_any_size_arrive_whole(t: TransportSubject) -> None:
-    """A bucket of any size from one byte to 64 MB arrives complete, even if its bytes are encoded or it follows others
-    of that size."""
+    """A bucket of any size from one byte to 64 MB arrives complete, even if its bytes are encoded, it follows others of
+    that size, or it is received ahead."""
     (receiver,) = t.form()
     wrong, seconds = {}, 0.0
-    for number, size_bytes in enumerate((*_SIZES, *_LARGE_AGAIN)):
+    sizes = (*_SIZES, *_LARGE_AGAIN, *(_SIZES if isinstance(receiver, ReceivesAhead) else ()))
+    for number, size_bytes in enumerate(sizes):
         data = torch.arange(number, number + size_bytes // 8 + 1).mul_(0x9E3779B97F4A7C15 - (1 << 64))
         tensor = data.view(torch.uint8)[:size_bytes]
         bucket = bucket_of(tensor if size_bytes % 2 else tensor.view(torch.bfloat16))
         started = time.monotonic()
-        ((arrived,),) = t.transfer([receiver], bucket)
+        ((arrived,),) = t.transfer([receiver], bucket, ahead=number >= len(_SIZES))
         seconds = time.monotonic() - started
         if count := _num_wrong(arrived, tensor):
             wrong[size_bytes] = count
@@ -111,8 +112,8 @@ def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
     t.begin([receiver], *buckets)
 
     def receive(bucket: WeightBucket) -> float:
-        if bucket.index % 3 == 0 and isinstance(receiver, ReceivesAhead):
-            receiver.receive_ahead(bucket.specs, FORM_S)
+        if bucket.index % 3 == 0:
+            t.receive_ahead(receiver, bucket)
         return float(receiver.receive(bucket.specs, FORM_S)[0][0])
 
     sending = t.start(lambda: [t.sender.send(bucket, FORM_S) for bucket in buckets], "the sends of 100 buckets")
@@ -180,8 +181,8 @@ def received_tensors_stay(t: TransportSubject) -> None:
         buckets = [bucket_of(torch.full((n,), 10.0 * number + index), index=index) for index, n in enumerate(counts)]
         t.begin([receiver], *buckets)
         for bucket in buckets:
-            if number % 2 and isinstance(receiver, ReceivesAhead):
-                receiver.receive_ahead(bucket.specs, FORM_S)
+            if number % 2:
+                t.receive_ahead(receiver, bucket)
             receives = t.start_receives([receiver], bucket)
             results([*receives, t.start_send(bucket)], FORM_S + SLACK_S)
             arrived += receives[0].result(0.0)

@@ -15,7 +15,7 @@ from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.transport.sockets import can_list_sockets, num_descriptors
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of
-from inflight.contracts import ReceivesAhead, WeightReceiver
+from inflight.contracts import WeightReceiver
 from inflight.types import WeightBucket
 
 LEVEL = "bytes"
@@ -123,8 +123,8 @@ class _Mix:
         self._require_unchanged("when the update ended")
 
     def _receive_ahead(self, receiver: WeightReceiver, bucket: WeightBucket) -> None:
-        if isinstance(receiver, ReceivesAhead) and self._draw.random() < 0.5:
-            receiver.receive_ahead(bucket.specs, FORM_S)
+        if self._draw.random() < 0.5:
+            self._t.receive_ahead(receiver, bucket)
 
     def _compare(self, bucket: WeightBucket, expected: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> None:
         self.num_buckets += 1

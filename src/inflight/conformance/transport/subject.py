@@ -15,7 +15,7 @@ from inflight.conformance.targets import TransportTarget
 from inflight.conformance.transport.pair import RUN_ID, GroupMember, open_pair, update_of
 from inflight.conformance.transport.peer import READY_S, Peer, PeerSetup
 from inflight.conformance.transport.sockets import can_list_sockets
-from inflight.contracts import WeightReceiver, WeightSender
+from inflight.contracts import ReceivesAhead, WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportBody, UpdateRef
@@ -219,9 +219,20 @@ class TransportSubject:
     def start_send(self, bucket: WeightBucket, timeout_s: float = FORM_S) -> PendingCall[None]:
         return self.start(lambda: self.sender.send(bucket, timeout_s), f"the send of bucket {bucket.index}")
 
-    def transfer(self, receivers: Sequence[WeightReceiver], bucket: WeightBucket) -> list[list[torch.Tensor]]:
-        """Send one bucket as its own update, and return the tensors that each receiver received."""
+    def receive_ahead(self, receiver: WeightReceiver, bucket: WeightBucket) -> None:
+        """Announce a bucket to a receiver that can receive it ahead."""
+        if isinstance(receiver, ReceivesAhead):
+            receiver.receive_ahead(bucket.specs, FORM_S)
+
+    def transfer(
+        self, receivers: Sequence[WeightReceiver], bucket: WeightBucket, *, ahead: bool = False
+    ) -> list[list[torch.Tensor]]:
+        """Send one bucket as its own update, received ahead if requested and supported, and return the tensors that
+        each receiver received."""
         self.begin(receivers, bucket)
+        for receiver in receivers:
+            if ahead:
+                self.receive_ahead(receiver, bucket)
         receives = self.start_receives(receivers, bucket)
         sending = self.start_send(bucket)
         results([*receives, sending], FORM_S + SLACK_S)
