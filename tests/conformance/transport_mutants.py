@@ -907,6 +907,19 @@ def continues_from_the_start(receiver: Any) -> None:
     client._continue = spoiled
 
 
+def mixes_replaced_buckets(receiver: Any) -> None:
+    """A range is requested without the tag of the file whose beginning has been read."""
+    client = receiver._client
+    request_range = client._request_range
+
+    @contextlib.contextmanager
+    def spoiled(names: Any, start: int, stop: int, attempt: Any, tag: str | None = None) -> Any:
+        with request_range(names, start, stop, attempt) as (answer, opening):
+            yield answer, opening if tag is None else replace(opening, tag=tag)
+
+    client._request_range = spoiled
+
+
 def is_open_to_others(sender: Any) -> None:
     specs = sender.specs
 
@@ -1305,6 +1318,12 @@ MUTANTS = {
     "removes no update": Mutant("T-43", "http: old updates are not removed", removes_nothing, transport="http"),
     "reads any bucket": Mutant(
         "T-43", "file: a receiver reads files of other buckets", receiver=reads_any_bucket, transport="file"
+    ),
+    "mixes replaced buckets": Mutant(
+        "T-43",
+        "http: the rest of a bucket is read from the file that has replaced it",
+        receiver=mixes_replaced_buckets,
+        transport="http",
     ),
     "continues from the start": Mutant(
         "T-43",

@@ -126,6 +126,21 @@ def leaves_aborted_deltas(staging: Any, own: Any, *arguments: Any) -> torch.Tens
     return arrived
 
 
+def patches_two_buffers_in_turn() -> Callable[..., torch.Tensor]:
+    turns: dict[UpdateRef, int] = {}
+    buffers: dict[tuple[int, int], torch.Tensor] = {}
+
+    def decoded(staging: Any, own: Any, *arguments: Any) -> torch.Tensor:
+        arrived: torch.Tensor = own(*arguments)
+        transfer, bucket, *_ = arguments
+        if transfer.encoding != "delta":
+            return arrived
+        turn = turns.setdefault(staging.update.ref, len(turns) % 2)
+        return buffers.setdefault((turn, bucket.index), torch.empty_like(arrived)).copy_(arrived)
+
+    return decoded
+
+
 @replaces("request_weight_update")
 async def takes_any_base(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> None:
     if update.base is not None:
@@ -254,6 +269,12 @@ MUTANTS = (
         "U-18",
         "A gap between two changed elements is decoded wrongly if it takes several escapes.",
         counting_escapes_once,
+    ),
+    Mutant(
+        "two buffers of deltas",
+        "U-18",
+        "Deltas are patched in two buffers by turns, also after one was aborted.",
+        lambda endpoint: decoding(patches_two_buffers_in_turn())(endpoint),
     ),
     Mutant("aborted delta stays", "U-18", "An aborted delta remains in its base.", decoding(leaves_aborted_deltas)),
     Mutant("any base accepted", "U-19", "A delta is applied to whatever base the endpoint has kept.", takes_any_base),

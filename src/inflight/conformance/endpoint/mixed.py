@@ -17,9 +17,10 @@ import torch
 from inflight.base.shortened import shortened
 from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require
+from inflight.conformance.endpoint.aftermath import wait_until_settled
 from inflight.conformance.endpoint.caches import SentAnswer, due_logits
 from inflight.conformance.endpoint.forms import assembled
-from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
+from inflight.conformance.endpoint.kinds import UpdateChain, UpdateKind, supported_kinds
 from inflight.conformance.endpoint.scoring import require_scores_of_spans, score_the_end
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import within
@@ -31,6 +32,7 @@ from inflight.wire import (
     AbortRequests,
     Completion,
     CompletionChunk,
+    EndpointState,
     GenerateRequest,
     InFlightPolicy,
     ScoreRequest,
@@ -48,6 +50,8 @@ _CONTINUED = 0.5
 """Share of aborted completions that are continued."""
 _STOPS = 12
 """Number of stop tokens of a request that has any."""
+_ABANDONED = 0.3
+"""Share of updates before which another update is aborted once all of it has arrived."""
 _PAUSE_S = 0.03
 """Longest time between two updates."""
 _ENDS_S = 30.0
@@ -61,10 +65,23 @@ async def mixed_requests(subject: EndpointSubject) -> None:
     """However requests, updates of any kind, aborts, continuations and refused calls are mixed, every request ends as
     it would alone, and each of its tokens has the logprob that the token's version and the policy prescribe."""
     chain, clients = UpdateChain(subject), (subject.endpoint, await subject.another_client())
-    for policy in subject.pausing_policies():
-        traffic = _Traffic(subject, clients, chain, policy)
+    first, policies = supported_kinds(subject)[0], subject.pausing_policies()
+    can_abandon = await _abandon(subject, chain, first, policies[0])
+    if not can_abandon:  # the endpoint is POISONED
+        await chain.publish(first, policies[0])
+    for policy in policies:
+        traffic = _Traffic(subject, clients, chain, policy, _ABANDONED if can_abandon else 0.0)
         await traffic.run()
         traffic.judge()
+
+
+async def _abandon(subject: EndpointSubject, chain: UpdateChain, kind: UpdateKind, policy: InFlightPolicy) -> bool:
+    """Abort an update once all of it has arrived; return whether the endpoint continues to serve its weights."""
+    sent = await chain.send(kind, policy)
+    await sent.publisher.abort(sent.update)
+    sent.publisher.lose_group()
+    version = await wait_until_settled(subject, f"after {kind.name} that was aborted once everything had arrived")
+    return version.state is not EndpointState.POISONED
 
 
 class _Traffic:
@@ -76,8 +93,11 @@ class _Traffic:
         endpoints: Sequence[InferenceEndpoint],
         chain: UpdateChain,
         policy: InFlightPolicy,
+        abandoned: float,
     ) -> None:
+        """``abandoned`` is the share of updates before which another update is aborted."""
         self._subject, self._endpoints, self._chain, self._policy = subject, endpoints, chain, policy
+        self._abandoned, self._num_abandoned = abandoned, 0
         self._random = random.Random(f"{_SEED}-{policy}")
         self._answers: list[SentAnswer] = []
         self._free_ids: list[str] = []
@@ -95,6 +115,10 @@ class _Traffic:
         for i in range(pace.fewer(_NUM_UPDATES)):
             num_before = len(self._answers)
             await asyncio.sleep(self._random.uniform(0.0, _PAUSE_S) * pace.slowness)
+            if self._random.random() < self._abandoned:
+                self._num_abandoned += 1
+                kind = self._random.choice(kinds)
+                require(await _abandon(subject, self._chain, kind, self._policy), f"{kind.name} poisons the endpoint")
             await self._chain.publish(kinds[i % len(kinds)], self._policy)
             if i % 3 == 2:
                 await within(_ENDS_S, self._until(lambda: len(self._answers) > num_before, clients), "an answer")  # noqa: B023
@@ -235,6 +259,7 @@ class _Traffic:
             "cancelled": self._num_cancelled,
             "refused": self._num_refused,
             "scored": len(self._scores),
+            "updates aborted": self._num_abandoned,
             "largest difference": largest,
         }
         subject.note(**{f"under {self._policy}": words})

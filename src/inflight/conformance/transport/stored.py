@@ -25,6 +25,7 @@ from inflight.conformance.tcp_proxy import TcpProxy
 from inflight.conformance.transport.pair import GroupMember, update_of
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.contracts import WeightReceiver
+from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.wire import DirectorySpec, HttpFileSpec, UpdateRef, WeightUpdate
 
@@ -44,6 +45,8 @@ _CUT_BYTES, _NUM_CUT = 300_000, 3
 """The first connection is cut after this many bytes of a bucket that has four times as many; the number of connections
 that are cut in all."""
 _SLOW_BYTES_PER_S = 10_000
+_REPLACED_BYTES_PER_S, _REPLACED_S = 200_000, 0.6
+"""Rate at which a bucket is read that is replaced by another one, and how long after the beginning this happens."""
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
@@ -112,8 +115,8 @@ def stored_files_have_their_form(t: TransportSubject) -> None:
     written, neither happens. The newest complete updates, whatever their versions, and those that are leased are
     kept, and others are removed.
     Files that another implementation wrote are read if they have this format, and refused if they belong to another
-    bucket or are links. Over HTTP, a reader whose connection is cut continues where it stopped, and bytes that arrive
-    slowly do not extend its timeout."""
+    bucket or are links. Over HTTP, a reader whose connection is cut continues where it stopped, unless the file has
+    been replaced, and bytes that arrive slowly do not extend its timeout."""
     (spec,) = t.sender.specs(_RUN_ID, [1], FORM_S)
     receiver = t.receiver(GroupMember(spec))
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
@@ -279,6 +282,7 @@ def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
         (receive,) = t.start_receives([receiver], bucket, _REFUSED_S)
         error = failure_of(receive, _REFUSED_S + SLACK_S)
         t.note(bytes_that_arrive_too_slowly=str(error), seconds=receive.ending(0.0).seconds)
+        _require_not_mixed(t, proxy, receiver, bucket, update)
         receiver.abort()
     t.note(connections_cut=num_cut)
     require(num_cut > 0, "no connection to the spec's url carried the bucket")
@@ -286,6 +290,31 @@ def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
     require(
         not wrong, f"after {num_cut} connections were cut in the middle of a bucket, {wrong} of its bytes are wrong"
     )
+
+
+def _require_not_mixed(
+    t: TransportSubject, proxy: TcpProxy, receiver: WeightReceiver, bucket: WeightBucket, update: WeightUpdate
+) -> None:
+    """Require that a bucket that another attempt replaces while it is read, and whose connection is then cut, arrives
+    as one of the two or not at all."""
+    proxy.bytes_per_s = _REPLACED_BYTES_PER_S
+    receiver.begin(update.ref)
+    (receive,) = t.start_receives([receiver], bucket)
+    receive.has_ended(_REPLACED_S)
+    other = bucket_of(*(tensor + 0.5 for tensor in bucket.tensors))
+    t.sender.begin(update_of([other], update.version).model_copy(update={"run_id": _RUN_ID}))
+    results([t.start_send(other)], FORM_S + SLACK_S)
+    proxy.cut_after_bytes, proxy.num_cuts, proxy.bytes_per_s = 0, _NUM_CUT, None
+    ending = receive.ending(FORM_S + SLACK_S)
+    proxy.num_cuts = 0
+    if isinstance(ending.error, TransferError):
+        t.note(bucket_that_is_replaced_while_it_is_read=str(ending.error))
+        return
+    (arrived,) = receive.result(0.0)
+    num_of_each = [int((arrived == it.tensors[0]).sum()) for it in (bucket, other)]
+    t.note(elements_of_a_bucket_and_of_its_replacement=num_of_each)
+    words = f"a bucket that is replaced while it is read arrives with elements of both, {num_of_each} of each"
+    require(len(arrived) in num_of_each, words)
 
 
 @contextlib.contextmanager
