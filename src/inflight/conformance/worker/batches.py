@@ -26,6 +26,7 @@ def make_batch(
 ) -> MicroBatch:
     """Return packed segments of random tokens, with gaps in the mask and advantages of both signs, on the CPU.
 
+    Some advantages are 0, as they are where a loss is clipped or where all completions of a group have one reward.
     If ``temperature`` is None, every token has a temperature of its own, from 0.5 to 1.5.
     """
     random = torch.Generator().manual_seed(seed)
@@ -35,6 +36,7 @@ def make_batch(
     token_ids_T = torch.randint(VOCAB_SIZE, (num_tokens,), generator=random)
     advantages_T = torch.randn(num_tokens, generator=random)
     temperature_T = 0.5 + torch.rand(num_tokens, generator=random)
+    advantages_T *= torch.rand(num_tokens, generator=random) < 0.85
     return MicroBatch(
         token_ids_T=token_ids_T,
         position_ids_T=positions_T,
@@ -46,6 +48,14 @@ def make_batch(
         temperature_T=temperature_T if temperature is None else torch.full((num_tokens,), temperature),
         versions_T=torch.where(mask_T, 0, -1),
     )
+
+
+def with_targets(batch: MicroBatch, seed: int) -> MicroBatch:
+    """Return the batch with random tokens to score at every position; the last two of each position are equal."""
+    random = torch.Generator().manual_seed(seed)
+    ids_TK = torch.randint(VOCAB_SIZE, (batch.num_tokens, 4), generator=random)
+    ids_TK[:, 3] = ids_TK[:, 2]
+    return replace(batch, target_ids_TK=ids_TK)
 
 
 def segments_of_a_tree() -> MicroBatch:

@@ -15,6 +15,7 @@ from inflight.conformance.worker import (
     images,
     lora,
     memory,
+    mixed,
     packing,
     routing,
     settings,
@@ -24,5 +25,5 @@ from inflight.conformance.worker import (
 
 CHECKS = checks_in(
     *(discovery, forward, packing, images, routing, gradients, steps, adam, settings),
-    *(gather, memory, sharding, checkpoint, crashing, background, lora),
+    *(gather, memory, sharding, checkpoint, crashing, background, lora, mixed),
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from inflight.conformance.checks import check, look_at, require, skip
-from inflight.conformance.worker.batches import OF_SEVERAL_CHUNKS, every_target, loss_of, make_batch
+from inflight.conformance.worker.batches import OF_SEVERAL_CHUNKS, every_target, loss_of, make_batch, with_targets
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
@@ -136,7 +136,8 @@ def given_targets(subject: WorkerSubject) -> None:
     if not (isinstance(worker, TargetScoringWorker) and worker.scores_target_ids):
         skip("scores_target_ids is not supported")
     batches = [
-        _with_targets(make_batch((19, 1, 8), seed=70 + share, temperature=None)) for share in range(subject.data_size)
+        with_targets(make_batch((19, 1, 8), seed=70 + share, temperature=None), seed=28)
+        for share in range(subject.data_size)
     ]
     batch = batches[subject.data_rank]
     logprobs_TK = worker.forward(batch)
@@ -162,18 +163,10 @@ def unsupported_targets_are_refused(subject: WorkerSubject) -> None:
         skip("it does not report scores_target_ids, so a run sends it no target ids")
     if worker.scores_target_ids:
         skip("scores_target_ids is supported")
-    error = error_of(lambda: worker.forward(_with_targets(make_batch((19,), seed=70))))
+    error = error_of(lambda: worker.forward(with_targets(make_batch((19,), seed=70), seed=19)))
     subject.note(error=words_of(error))
     is_refused = isinstance(error, UnsupportedError)
     subject.require_on_all_ranks(is_refused, f"target ids raise {words_of(error)}, not UnsupportedError")
-
-
-def _with_targets(batch: MicroBatch) -> MicroBatch:
-    """Return a batch with random tokens to score at every position; the last two of each position are equal."""
-    random = torch.Generator().manual_seed(batch.num_tokens)
-    ids_TK = torch.randint(VOCAB_SIZE, (batch.num_tokens, 4), generator=random)
-    ids_TK[:, 3] = ids_TK[:, 2]
-    return replace(batch, target_ids_TK=ids_TK)
 
 
 def _compare(
