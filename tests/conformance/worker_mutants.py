@@ -253,6 +253,27 @@ class LargestLogitFromZero(FsdpWorker):
             return super().forward(batch)
 
 
+class _UnshiftedLogSoftmax(torch.autograd.Function):
+    """A log softmax whose gradient divides two exponentials."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits.log_softmax(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (logits,) = ctx.saved_tensors
+        exponentials = logits.exp()
+        return gradient - exponentials / exponentials.sum(-1, keepdim=True) * gradient.sum(-1, keepdim=True)
+
+
+class GradientUnshifted(FsdpWorker):
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        with logprobs_by(lambda logits, temperature: _UnshiftedLogSoftmax.apply(logits / temperature)):
+            return super().forward(batch)
+
+
 class TemperatureBounded(FsdpWorker):
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         return super().forward(replace(batch, temperature_T=batch.temperature_T.clamp(0.1, 2.0)))
@@ -310,6 +331,17 @@ class FirstOfSharedOnly(FsdpWorker):
         if batch.prefix_ids_T is None:
             return logprobs_T
         return torch.where(batch.segment_ids_T == 0, logprobs_T, logprobs_T.detach())
+
+
+class TreesByShape(FsdpWorker):
+    """Micro-batches of one shape are computed with the tree of the first of them."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        if batch.prefix_ids_T is not None:
+            trees = vars(self).setdefault("_trees", {})
+            shape = batch.segment_lengths, len(batch.prefix_ids_T.unique())
+            batch = replace(batch, prefix_ids_T=trees.setdefault(shape, batch.prefix_ids_T))
+        return super().forward(batch)
 
 
 class SiblingsSeen(FsdpWorker):
@@ -1721,6 +1753,18 @@ class LoraOfNoise(FsdpLoraWorker):
                     parameter.to_local().fill_(0.01)
 
 
+class LoraOfEqualRows(FsdpLoraWorker):
+    """The rows of each A are equal."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        with torch.no_grad():
+            for name, parameter in trained_of(self).items():
+                local = parameter.to_local()
+                if "lora_A" in name and len(local):
+                    local.copy_(local[:1].expand_as(local).clone())
+
+
 class LoraNotRead(FsdpLoraWorker):
     """Reads only the counters: the weights next to config.json are those of the base."""
 
@@ -2113,6 +2157,9 @@ MUTANTS = {
     "largest_logit_from_zero": Mutant(
         LargestLogitFromZero, "W-04", "the maximum that is subtracted from logits is at least 0"
     ),
+    "gradient_unshifted": Mutant(
+        GradientUnshifted, "W-15", "the gradient divides exponentials, which overflow for large logits"
+    ),
     "temperature_bounded": Mutant(TemperatureBounded, "W-06", "temperatures are at least 0.1 and at most 2"),
     "shift_by_one": Mutant(ShiftedByOne, "W-07", "index t holds the logprob of token t + 1"),
     "mask_ignored": Mutant(MaskIgnored, "W-08", "every token has a logprob"),
@@ -2126,6 +2173,9 @@ MUTANTS = {
     ),
     "first_of_shared_only": Mutant(
         FirstOfSharedOnly, "W-62", "only one of the segments that share a prefix has a gradient"
+    ),
+    "trees_by_shape": Mutant(
+        TreesByShape, "W-79", "the tree of shared prefixes is cached by lengths and number of computed tokens"
     ),
     "siblings_seen": Mutant(SiblingsSeen, "W-62", "segments that share a prefix see each other"),
     "images_reversed": Mutant(ImagesReversed, "W-46", "the last image of a micro-batch fills the first placeholders"),
@@ -2355,6 +2405,7 @@ MUTANTS = {
     "base_decays": Mutant(BaseDecays, "W-48", "norms decay while a LoRA is trained"),
     "merged_at_each_step": Mutant(MergedAtEachStep, "W-48", "each step is merged into the weights under the LoRA"),
     "norms_gathered": Mutant(NormsGathered, "W-49", "norms are listed in addition to the LoRA"),
+    "lora_of_equal_rows": Mutant(LoraOfEqualRows, "W-49", "the rows of A of a new LoRA are equal"),
     "lora_of_noise": Mutant(LoraOfNoise, "W-49", "matrix B of a new LoRA is not zero"),
     "lora_not_read": Mutant(LoraNotRead, "W-50", "`load` leaves the LoRA unchanged"),
     "no_adapter_files": Mutant(NoAdapterFiles, "W-50", "the LoRA is not saved as PEFT's files"),

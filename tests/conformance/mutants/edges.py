@@ -216,6 +216,18 @@ def searched_by_characters(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def searched_without_outer_space(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Search the text without the white space around it."""
+    steps: Any = endpoint._engine.steps
+
+    def faulty(sequence: Any) -> bool:
+        text = steps._decode(sequence.token_ids[-16:]).strip()
+        return any(stop in text for stop in sequence.request.sampling.stop)
+
+    steps._hit_stop_string = faulty
+    return endpoint
+
+
 def only_the_first_end(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     steps: Any = endpoint._engine.steps
     steps._eos_token_ids = frozenset(sorted(steps._eos_token_ids)[-1:])  # the kit's models list the largest id first
@@ -407,6 +419,12 @@ MUTANTS = (
         "E-20",
         "Only as many of the latest tokens are searched as the longest stop string has characters.",
         searched_by_characters,
+    ),
+    Mutant(
+        "stop strings without outer space",
+        "E-20",
+        "The text in which stop strings are searched loses the white space around it.",
+        searched_without_outer_space,
     ),
     Mutant(
         "windows of stop strings in characters",

@@ -41,6 +41,8 @@ _NEVER, _SHORT = "\x00 never", "~"
 """Stop strings that never occur."""
 _LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
 """Characters of three bytes each; all the bytes are different."""
+_SPACES = "y \n\t"
+"""A letter and white space."""
 _TEXT, _ENDS = "abcdefghij\x00l", "d\x00"
 """A text that a model samples, and the bytes of it that end a sequence. One of these is token 0."""
 _PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
@@ -156,19 +158,21 @@ async def _sampled(subject: EndpointSubject, **sampling: Any) -> AsyncGenerator[
 
 async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
     """Require that a completion ends at a stop string that ends within a token, at one whose characters take several
-    tokens each, and at one that is the first token.
+    tokens each, at one that ends with white space, and at one that is the first token.
 
-    The check starts another endpoint, which serves a model that samples a text with all three.
+    The check starts another endpoint, which serves a model that samples a text with all four.
     """
     if (reason := subject.missing("fresh")) is not None:
         subject.note(known_text=f"not checked: {reason}")
         return
-    reference = ReferenceCheckpoint(make_model_of_text(subject.directory / "text", _LONG_CHARACTERS, _PAIRS))
+    reference = ReferenceCheckpoint(make_model_of_text(subject.directory / "text", _LONG_CHARACTERS + _SPACES, _PAIRS))
     endpoint = (await subject.fresh(reference.path)).endpoint
     start, ends = [token % reference.vocab_size for token in subject.prompt()], []
-    middle = [*start, _LONG_CHARACTERS.encode()[-1]]  # the pairs follow this token
+    middle = [*start, ord(_SPACES[-1])]  # the pairs follow this token
     for stop, where, prompt in (
         (_LONG_CHARACTERS, "takes three tokens for each character", start),
+        (_SPACES[:2], "ends with a space", start),
+        (_SPACES[1:3], "is white space", start),
         (_CUT, "ends within a token", start),
         (_CUT, "ends within the third token", middle),
         (_PAIRS[0], "is the first token", middle),

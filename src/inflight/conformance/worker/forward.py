@@ -23,7 +23,7 @@ LEVEL = "forward"
 STEEPNESS = 16.0
 """Factor for the logits of one checkpoint. The logits then lie between -150 and 150, so that a cap at 50 or 100 is
 noticeable."""
-_DEPTH = 300.0
+DEPTH = 300.0
 """How far below 0 all logits of one checkpoint are: the exponential of -104 is 0 in float32."""
 _COLDEST = 0.05
 
@@ -37,7 +37,7 @@ def logprobs_equal_transformers(subject: WorkerSubject) -> None:
     """forward() returns the logprobs that transformers computes from the same checkpoint, even if some logits exceed
     100 or all of them are far below -100."""
     # Rounding grows with the logits, which are at least STEEPNESS times those of the kit's other checkpoints.
-    for model in (subject.steep_model(STEEPNESS), subject.low_model(_DEPTH)):
+    for model in (subject.steep_model(STEEPNESS), subject.low_model(DEPTH)):
         _compare(subject, make_batch((40,), seed=1), model=model, factor=STEEPNESS)
 
 

@@ -18,6 +18,7 @@ from inflight.conformance.worker.batches import (
     make_batch,
     part_of,
 )
+from inflight.conformance.worker.forward import DEPTH, STEEPNESS
 from inflight.conformance.worker.gathering import compare_changes, gathered
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import VOCAB_SIZE, WorkerSubject
@@ -37,8 +38,8 @@ _AVERAGES = "an average instead of a sum, a weight per rank or micro-batch, grad
     "temperatures; the backward pass of a head that is computed in chunks of targets or of the vocabulary"
 )
 def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
-    """The gradient of a loss is the one that autograd computes, at any temperature and for any number of targets and
-    tokens in the vocabulary, and the reported norm is the norm before clipping."""
+    """The gradient of a loss is the one that autograd computes, at any temperature, for logits of any size, and for any
+    number of targets and tokens in the vocabulary, and the reported norm is the norm before clipping."""
     # Norms below and above the usual thresholds of clipping.
     reference = ReferenceModel(subject.model())
     batches = [make_batch((17,), seed=30 + rank, temperature=None) for rank in range(subject.data_size)]
@@ -50,6 +51,11 @@ def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
     worker = subject.create()
     accumulate(worker, [batches[subject.data_rank]])
     subject.compare_norm(worker, reference.gradient_norm(batches), f"{int(batches[0].loss_mask_T.sum())} targets")
+    batches = [make_batch((17, 30), seed=36 + rank) for rank in range(subject.data_size)]
+    for what, path in {"large": subject.steep_model(STEEPNESS), "low": subject.low_model(DEPTH)}.items():
+        worker = subject.create(model=path)
+        accumulate(worker, [batches[subject.data_rank]])
+        subject.compare_norm(worker, ReferenceModel(path).gradient_norm(batches), f"{what} logits")
     path = subject.large_model("many tokens", hidden_size=32, num_layers=2, vocab_size=_MANY_TOKENS)
     batches = [make_batch((17, 30), seed=37 + rank, temperature=None) for rank in range(subject.data_size)]
     batches = [replace(it, token_ids_T=it.token_ids_T * (_MANY_TOKENS // VOCAB_SIZE)) for it in batches]

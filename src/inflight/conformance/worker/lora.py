@@ -87,10 +87,12 @@ def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
 
 
 @check("W-49")
-@look_at("the names that PEFT saves, pairs of A and B, whether anything else is listed or gathered, and the seed of A")
+@look_at(
+    "the names that PEFT saves, pairs of A and B, whether anything else is listed or gathered, and the seed of A, on each rank and in each layer"
+)
 def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
     """A worker that trains a LoRA gathers A and B of the configured layers, and nothing else; in a new LoRA, A
-    depends on the seed and B is zero, so that the LoRA changes nothing."""
+    depends on the seed and has no equal rows, and B is zero, so that the LoRA changes nothing."""
     worker = _lora_worker(subject)
     spec, specs = _spec(worker), {tensor.name: tuple(tensor.shape) for tensor in worker.parameter_specs()}
     settings = _settings(subject)
@@ -117,6 +119,15 @@ def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
         require(not empty, f"A of a new LoRA is zero, so neither half would ever learn: {shortened(empty, 3)}")
         same = [name for name, tensor in found.items() if "lora_A" in name and torch.equal(tensor, others[name])]
         require(not same, f"A of a new LoRA is the same with another seed: {shortened(same, 3)}")
+        rows = {
+            f"row {i} of {name}": tuple(row.tolist())
+            for name in found
+            if "lora_A" in name
+            for i, row in enumerate(found[name])
+        }
+        first = {values: where for where, values in reversed(rows.items())}
+        repeated = [f"{where} equals {first[values]}" for where, values in rows.items() if first[values] != where]
+        require(not repeated, f"A of a new LoRA has equal rows: {shortened(repeated, 3)}")
 
 
 @check("W-50", deadline_s=60)
