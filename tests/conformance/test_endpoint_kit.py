@@ -53,7 +53,7 @@ PATCHED = (
     (inflight.weights.receive.base_weights, "merge_lora"),
     (inflight.weights.encode.delta, "_indices"),
     (inflight.weights.receive.staging.Staging, "_receive_checked"),
-    (inflight.weights.receive.staging.Staging, "keep"),
+    *((inflight.weights.receive.staging.Staging, name) for name in ("keep", "_receive_ahead")),
     (inflight.engines.embedded.sequences.Sequence, "note_routed"),
     *((device_memory, "CudaMemory"), (IpcTransport, "needs_gpu")),
     *(

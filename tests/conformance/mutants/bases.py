@@ -114,6 +114,18 @@ def unchecked_if(is_exempt: Callable[[WeightUpdate, Any], bool]) -> Any:
     return infect
 
 
+def receives_ahead_without_the_lease(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Wait for the next bucket, from the arrival of the previous one, only for the timeout of one transfer."""
+    staging: Any = inflight.weights.receive.staging.Staging
+    own = staging._receive_ahead
+
+    def faulty(self: Any, receiver: Any, index: int, timeout_s: float, *others: Any) -> None:
+        own(self, receiver, index, timeout_s - self.update.lease_s, *others)
+
+    staging._receive_ahead = faulty
+    return endpoint
+
+
 @replaces("_updates._session._reason_to_refuse")
 def unknown_frozen_accepted(endpoint: EmbeddedEndpoint, reason: Any, update: WeightUpdate) -> Any:
     manifest = update.manifest
@@ -228,6 +240,12 @@ MUTANTS = (
         "U-18",
         "An update that is not kept replaces the bytes of the one that is reported as kept.",
         noting(_moved_base),
+    ),
+    Mutant(
+        "next bucket awaited briefly",
+        "U-44",
+        "A bucket that is received ahead is awaited only for the timeout of the previous transfer.",
+        receives_ahead_without_the_lease,
     ),
     Mutant("kept before the commit", "U-18", "An update is reported as kept while it is open.", delta_kept_early),
     Mutant(

@@ -41,6 +41,8 @@ _SHORT_S = 0.7
 _FAILURES: tuple[Failure, ...] = ("instead", "afterwards")
 _LATE_S = 1.2
 """Delay of a slow sender, well within the timeout."""
+_PAUSED_S = 2.4
+"""Time between two buckets, one and a half times the timeout of each."""
 _DEADLINES = "whether the message's timeout is passed to the collective, and whether a blocked call can be abandoned"
 
 
@@ -74,7 +76,8 @@ async def bucket_never_sent(subject: EndpointSubject) -> None:
 
 @check("U-44", "updates", deadline_s=30, look_at=_DEADLINES)
 async def slow_sender(subject: EndpointSubject) -> None:
-    """A bucket arrives even if it is sent late, as long as that is within the timeout of its transfer."""
+    """A bucket arrives even if it is sent late, as long as that is within the timeout of its transfer, and even if its
+    transfer begins later after the previous bucket than that timeout."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     for index in range(len(update.buckets)):
@@ -82,6 +85,13 @@ async def slow_sender(subject: EndpointSubject) -> None:
     await publisher.commit(update)
     subject.note(delay_s=_LATE_S, timeout_s=TRANSFER_TIMEOUT_S)
     await subject.require_serves(other, "after an update whose sender was slow")
+    third, timeout_s = subject.reference.perturbed("C", seed=2), _PAUSED_S / 1.5 * SLOWNESS.get()
+    update = await publisher.request(third, bucket_bytes=third.size_bytes // 2)
+    for index in range(len(update.buckets)):
+        await publisher.send_bucket(update, publisher.bucket(update, third, index), timeout_s=timeout_s)
+        await asyncio.sleep(_PAUSED_S * SLOWNESS.get() if index == 0 else 0.0)
+    await publisher.commit(update)
+    await subject.require_serves(third, "after an update whose publisher paused between two buckets")
 
 
 @check("U-48", "updates", deadline_s=60)

@@ -256,11 +256,21 @@ class SteppedPublisher:
         for index in range(len(update.buckets)):
             await self.send(update, weights, index, base=base)
 
-    async def send_bucket(self, update: WeightUpdate, bucket: WeightBucket, *, delay_s: float = 0.0) -> None:
-        """Send a bucket while the endpoint receives it, or before that if the transport stores buckets."""
-        transfer = self.transfer(update, bucket.index)
+    async def send_bucket(
+        self,
+        update: WeightUpdate,
+        bucket: WeightBucket,
+        *,
+        delay_s: float = 0.0,
+        timeout_s: float = TRANSFER_TIMEOUT_S,
+    ) -> None:
+        """Send a bucket while the endpoint receives it, or before that if the transport stores buckets.
+
+        ``timeout_s`` is the timeout of the endpoint's receive.
+        """
+        transfer = self.transfer(update, bucket.index, timeout_s)
         if bucket.checksum is not None:
-            transfer = bucket_transfer(bucket, update.ref, TRANSFER_TIMEOUT_S)
+            transfer = bucket_transfer(bucket, update.ref, timeout_s)
         if not self.senders[0].is_collective:
             await self.send_only(bucket)
             await self._endpoint.receive_weights(transfer)

@@ -88,7 +88,8 @@ def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
 
 @check("W-49")
 @look_at(
-    "the names that PEFT saves, pairs of A and B, whether anything else is listed or gathered, and the seed of A, on each rank and in each layer"
+    "the names that PEFT saves, pairs of A and B, whether anything else is listed or gathered, and the seed of A on "
+    "each rank and in each layer"
 )
 def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
     """A worker that trains a LoRA gathers A and B of the configured layers, and nothing else; in a new LoRA, A
