@@ -132,7 +132,7 @@ async def stop_strings(subject: EndpointSubject) -> None:
                 skip(str(error))
             raise
         what = f"{len(words)} stop strings, of which only {stop!r} occurs"
-        num_stopped += _require_ended(found, _completing(tokenizer, stop, found), 48, what)
+        num_stopped += _require_ended(found, completing(tokenizer, stop, found), 48, what)
         require_right_logprobs(subject, request, found, "a completion with a stop string")
         if num_cases == _NUM_CASES:
             break
@@ -180,13 +180,13 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
         for words in ((stop,), (_SHORT, stop), (stop, _SHORT), (*_LITERALLY_ABSENT, stop)):
             asked = {"max_tokens": 48, "temperature": 0.0, "stop": words}
             found = await subject.generate(prompt, endpoint=endpoint, **asked)
-            completing = _completing(reference.tokenizer, stop, found)
+            ends_at = completing(reference.tokenizer, stop, found)
             text = "" if reference.tokenizer is None else reference.tokenizer.decode(list(found.token_ids))
             require(
-                completing, f"with the stop strings {words}, a completion of at most 48 tokens ended after {text!r}"
+                ends_at, f"with the stop strings {words}, a completion of at most 48 tokens ended after {text!r}"
             )
             what = f"stop string {stop!r}, which {where}, among {words}"
-            _require_ended(found, completing, 48, what)
+            _require_ended(found, ends_at, 48, what)
             ends.append(len(found.token_ids))
     subject.note(tokens_of_a_known_text=ends)
 
@@ -199,7 +199,7 @@ async def _require_stopped_at_once(subject: EndpointSubject, tokenizer: Any) -> 
         if stop.isascii() and stop.isprintable() and stop.strip() == stop != "":
             found = await subject.generate(prompt, max_tokens=8, stop=(stop,), **same)
             _require_ended(
-                found, _completing(tokenizer, stop, found), 8, f"stop string {stop!r}, the first token's text"
+                found, completing(tokenizer, stop, found), 8, f"stop string {stop!r}, the first token's text"
             )
             return
 
@@ -211,7 +211,7 @@ async def _require_stopped_by_a_character(subject: EndpointSubject, tokenizer: A
         if (stop := _spelled_character(tokenizer, free.token_ids)) is not None:
             found = await subject.generate(prompt, max_tokens=48, stop=(stop,), **same)
             what = f"stop string {stop!r}, one character that several tokens spell"
-            _require_ended(found, _completing(tokenizer, stop, found), 48, what)
+            _require_ended(found, completing(tokenizer, stop, found), 48, what)
             subject.note(character_of_several_tokens=stop)
             return
     subject.note(character_of_several_tokens=f"none in {_MOST_SEEDS} completions")
@@ -242,7 +242,7 @@ async def _require_each_stopped_by_text(subject: EndpointSubject, tokenizer: Any
         request = subject.request(subject.prompt(seed=seed), **asked, stop=(stop,), **subject.repeatable(seed))
         for one in (await subject.endpoint.generate(request)).completions:
             what = f"stop string {stop!r}, completion {one.index} of {_NUM_CASES}"
-            _require_ended(one, _completing(tokenizer, stop, one), 48, what)
+            _require_ended(one, completing(tokenizer, stop, one), 48, what)
         return
 
 
@@ -262,12 +262,12 @@ async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> N
             request = subject.request(ids, max_tokens=8, temperature=0.0, stop=(stop,))
             request = request.model_copy(update={"num_continued": num_continued})
             (found,) = (await subject.endpoint.generate(request)).completions
-            ends = _completing(tokenizer, stop, found)
+            ends = completing(tokenizer, stop, found)
             _require_ended(found, ends, 8, f"stop string {stop!r}, which {where}")
         return
 
 
-def _completing(tokenizer: Any, stop: str, completion: Completion) -> list[int]:
+def completing(tokenizer: Any, stop: str, completion: Completion) -> list[int]:
     """Return the index of each token of a completion such that the text up to this token contains a stop string."""
     ids = completion.token_ids
     return [i for i in range(len(ids)) if stop in tokenizer.decode(list(ids[: i + 1]))]

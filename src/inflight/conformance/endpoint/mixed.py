@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import string
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.aftermath import wait_until_settled
 from inflight.conformance.endpoint.caches import SentAnswer, due_logits
+from inflight.conformance.endpoint.endings import completing
 from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.kinds import UpdateChain, UpdateKind, supported_kinds
 from inflight.conformance.endpoint.scoring import require_scores_of_spans, score_the_end
@@ -50,6 +52,8 @@ _CONTINUED = 0.5
 """Share of aborted completions that are continued."""
 _STOPS = 12
 """Number of stop tokens of a request that has any."""
+_STOP_STRINGS = 4
+"""Number of stop strings, of one letter each, of a request that has any."""
 _ABANDONED = 0.3
 """Share of updates before which another update is aborted once all of it has arrived."""
 _PAUSE_S = 0.03
@@ -100,6 +104,8 @@ class _Traffic:
         self._abandoned, self._num_abandoned = abandoned, 0
         self._random = random.Random(f"{_SEED}-{policy}")
         self._answers: list[SentAnswer] = []
+        self._has_text = subject.reference.tokenizer is not None and subject.capabilities.chat
+        """Whether requests may have stop strings."""
         self._free_ids: list[str] = []
         """Ids of requests that have ended."""
         self._is_over = False
@@ -227,6 +233,8 @@ class _Traffic:
             sampling["n"] = 1  # some engines refuse several completions that would all be the same
         if draw.random() < 0.3:
             sampling["stop_token_ids"] = tuple(draw.sample(range(subject.capabilities.vocab_size), _STOPS))
+        if draw.random() < 0.2 and self._has_text:
+            sampling["stop"] = tuple(draw.sample(string.ascii_letters, _STOP_STRINGS))
         if draw.random() < 0.2 and not subject.is_coarse:  # rounding changes which tokens are the likeliest
             sampling["top_k"] = draw.choice((2, 20))
         request = subject.request(self._prompt(), **sampling)
@@ -269,10 +277,14 @@ class _Traffic:
         ids, sampling = completion.token_ids, request.sampling
         ends = set(sampling.stop_token_ids)
         ends |= set() if sampling.ignore_eos else self._subject.reference.eos_token_ids
-        words = f"a completion of at most {sampling.max_tokens} tokens, with the stop tokens {sorted(ends)},"
-        early = [token for token in ids[:-1] if token in ends]
+        words = f"a completion of at most {sampling.max_tokens} tokens, with the stop tokens {sorted(ends)}"
+        words += f" and the stop strings {sampling.stop}," if sampling.stop else ","
+        ending = {i for i, token in enumerate(ids) if token in ends}
+        for stop in sampling.stop:
+            ending |= set(completing(self._subject.reference.tokenizer, stop, completion))
+        early = sorted(ending - {len(ids) - 1})
         require(not early, f"{words} continued after token {early[:1]}")
-        is_stopped, is_long = bool(ids) and ids[-1] in ends, len(ids) == sampling.max_tokens
+        is_stopped, is_long = bool(ending), len(ids) == sampling.max_tokens
         due = {"stop"} if is_stopped else {"abort"} if answer.was_aborted and not is_long else set()
         is_due = reason in (due | {"length"} if is_long else due)
         require(is_due, f"{words} has {len(ids)} tokens, the last of which is {ids[-1:]}, and ended with {reason!r}")

@@ -8,15 +8,18 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from inflight.conformance.calls import SLACK_S, results
+from inflight.conformance.calls import SLACK_S, PendingCall, results
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.transport.sockets import can_list_sockets, num_descriptors
-from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of
+from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
 from inflight.contracts import WeightReceiver
 from inflight.types import WeightBucket
+from inflight.wire import UpdateRef
 
 LEVEL = "bytes"
 _SEED = 45
@@ -28,6 +31,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.ui
 _SHAPES = ((), (0,), (1,), (3,), (7, 5), (2, 0, 4), (64, 64), (1021,))
 _LARGE = (100_003, 500_009, 1_300_021)
 """Numbers of elements of large tensors."""
+_WAIT_S = 0.02
+"""How long one end is ahead of the other."""
 _SESSIONS = ("", "first", "second")
 
 
@@ -36,7 +41,8 @@ _SESSIONS = ("", "first", "second")
 def mixed_groups_and_updates(t: TransportSubject) -> None:
     """However groups of any size, complete and abandoned updates, new attempts at a version, and buckets of any content
     follow one another, every receiver gets exactly the bytes of each bucket, and received tensors do not change while
-    they are kept. The numbers of open descriptors and threads do not grow."""
+    they are kept. Buckets of earlier updates are refused, and abort ends pending receives. The numbers of open
+    descriptors and threads do not grow."""
     mix = _Mix(t)
     counts: list[tuple[int, int]] = []
     for number in range(1, _NUM_GROUPS + 1):
@@ -57,6 +63,8 @@ class _Mix:
         self._bytes = torch.Generator().manual_seed(_SEED)
         self._kept: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         """Received tensors: a description, the tensor, and its bytes."""
+        self._earlier: UpdateRef | None = None
+        """The update before the current one."""
         self.num_updates = self.num_buckets = self.num_compared = 0
 
     def use_a_group(self) -> None:
@@ -66,10 +74,18 @@ class _Mix:
         receivers = t.form_endpoints(draw.choice(sizes))
         for _ in range(draw.randint(1, _MOST_UPDATES)):
             self._update(receivers)
+        pending: list[PendingCall[Any]] = []
+        if draw.random() < 0.5:
+            never = self._bucket(0)
+            t.begin(receivers, never)
+            pending = t.start_receives(receivers, never)
+            pending[0].has_ended(_WAIT_S)
         ends = [receiver.abort for receiver in receivers] + [t.sender.abort] * (draw.random() < 0.6)
         draw.shuffle(ends)
         for abort in ends:
             abort()
+        for receive in pending:
+            failure_of(receive, FORM_S + SLACK_S)
         self._require_unchanged("when the group ended")
         draw.shuffle(self._kept)
         del self._kept[_MOST_KEPT // 2 :]
@@ -93,8 +109,10 @@ class _Mix:
         t, draw = self._t, self._draw
         buckets = [self._bucket(index) for index in range(draw.randint(1, _MOST_BUCKETS))]
         if self.num_updates and draw.random() < 0.3:  # another attempt at the version of the previous update
-            t.begin_session(draw.choice(_SESSIONS), receivers, *buckets)
+            session_id = draw.choice(_SESSIONS)
+            t.begin_session(session_id, receivers, *buckets)
         else:
+            session_id = ""
             t.begin(receivers, *buckets)
         is_done = draw.random() < 0.8
         sent = buckets if is_done else buckets[: draw.randrange(len(buckets))]
@@ -104,11 +122,17 @@ class _Mix:
         together = [it for it in receivers if t.sender.is_collective or draw.random() < 0.5]
         later = [it for it in receivers if it not in together]
         draw.shuffle(later)
+        earlier, self._earlier = self._earlier, t.ref(session_id)
         for bucket, expected in zip(sent, due, strict=True):
             for receiver in together:
                 self._receive_ahead(receiver, bucket)
+            if earlier not in (None, self._earlier) and draw.random() < 0.3:
+                failure_of(t.start_send(replace(bucket, ref=earlier)), FORM_S + SLACK_S)
+            if is_sent_first := draw.random() < 0.3:
+                sending = t.start_send(bucket)
+                sending.has_ended(_WAIT_S)
             receives = t.start_receives(together, bucket)
-            results([*receives, t.start_send(bucket)], FORM_S + SLACK_S)
+            results([*receives, sending if is_sent_first else t.start_send(bucket)], FORM_S + SLACK_S)
             if draw.random() < 0.5:
                 for tensor in bucket.tensors:
                     tensor.zero_()
