@@ -908,7 +908,7 @@ def continues_from_the_start(receiver: Any) -> None:
 
 
 def mixes_replaced_buckets(receiver: Any) -> None:
-    """A range is requested without the tag of the file whose beginning has been read."""
+    """The rest of a file is requested and accepted without comparing its tag with that of the beginning."""
     client = receiver._client
     request_range = client._request_range
 
@@ -1297,7 +1297,7 @@ MUTANTS = {
     ),
     "one piece ahead": Mutant(
         "T-12",
-        "of a large bucket, only the first piece is received ahead",
+        "everything after the first 16 MiB of a tensor that is received ahead arrives as zeros",
         receiver=spoils_what_came_ahead(without_large_tail),
     ),
     "old buffer": Mutant(
@@ -1321,7 +1321,7 @@ MUTANTS = {
     ),
     "mixes replaced buckets": Mutant(
         "T-43",
-        "http: the rest of a bucket is read from the file that has replaced it",
+        "http: the rest of a bucket is read from the file that has replaced the first one",
         receiver=mixes_replaced_buckets,
         transport="http",
     ),
@@ -1334,7 +1334,7 @@ MUTANTS = {
     "sends strays": Mutant("T-33", "a bucket of another update is sent", sends_strays),
     "sends strays before an update": Mutant(
         "T-33",
-        "a bucket of another update is sent if the group has begun no update",
+        "a bucket of another update is sent before the first update of the group begins",
         sends_strays_before_an_update,
     ),
     "whole seconds": Mutant("T-20", "timeouts are cut to whole seconds", receiver=whole_seconds),
@@ -1492,7 +1492,9 @@ MUTANTS = {
         leaves_in_each_group(lambda: os.close(tempfile.mkstemp()[0])),
     ),
     "keeps what it receives ahead": Mutant(
-        "T-35", "a receiver that was aborted keeps its pending receive", receiver=keeps_what_it_receives_ahead
+        "T-35",
+        "a receiver that was aborted keeps the bucket that it was receiving ahead",
+        receiver=keeps_what_it_receives_ahead,
     ),
     "file of an unformed group": Mutant(
         "T-35", "the file of a group that no rank joined is not removed", leaves_the_file_of_an_unformed_group

@@ -254,7 +254,7 @@ class LargestLogitFromZero(FsdpWorker):
 
 
 class _UnshiftedLogSoftmax(torch.autograd.Function):
-    """A log softmax whose gradient divides two exponentials."""
+    """A log-softmax whose gradient is computed from exponentials of logits from which no maximum is subtracted."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
@@ -334,7 +334,7 @@ class FirstOfSharedOnly(FsdpWorker):
 
 
 class TreesByShape(FsdpWorker):
-    """Micro-batches of one shape are computed with the tree of the first of them."""
+    """All micro-batches of the same shape are computed with the tree of shared prefixes of the first one."""
 
     def forward(self, batch: MicroBatch) -> torch.Tensor:
         if batch.prefix_ids_T is not None:
@@ -1754,7 +1754,7 @@ class LoraOfNoise(FsdpLoraWorker):
 
 
 class LoraOfEqualRows(FsdpLoraWorker):
-    """The rows of each A are equal."""
+    """All rows of each matrix A are equal."""
 
     def __init__(self, *arguments: Any, **others: Any) -> None:
         super().__init__(*arguments, **others)
@@ -2158,7 +2158,7 @@ MUTANTS = {
         LargestLogitFromZero, "W-04", "the maximum that is subtracted from logits is at least 0"
     ),
     "gradient_unshifted": Mutant(
-        GradientUnshifted, "W-15", "the gradient divides exponentials, which overflow for large logits"
+        GradientUnshifted, "W-15", "the gradient is computed from exponentials that overflow for large logits"
     ),
     "temperature_bounded": Mutant(TemperatureBounded, "W-06", "temperatures are at least 0.1 and at most 2"),
     "shift_by_one": Mutant(ShiftedByOne, "W-07", "index t holds the logprob of token t + 1"),
@@ -2175,7 +2175,7 @@ MUTANTS = {
         FirstOfSharedOnly, "W-62", "only one of the segments that share a prefix has a gradient"
     ),
     "trees_by_shape": Mutant(
-        TreesByShape, "W-79", "the tree of shared prefixes is cached by lengths and number of computed tokens"
+        TreesByShape, "W-79", "the tree of shared prefixes is cached by segment lengths and number of computed tokens"
     ),
     "siblings_seen": Mutant(SiblingsSeen, "W-62", "segments that share a prefix see each other"),
     "images_reversed": Mutant(ImagesReversed, "W-46", "the last image of a micro-batch fills the first placeholders"),
@@ -2405,7 +2405,7 @@ MUTANTS = {
     "base_decays": Mutant(BaseDecays, "W-48", "norms decay while a LoRA is trained"),
     "merged_at_each_step": Mutant(MergedAtEachStep, "W-48", "each step is merged into the weights under the LoRA"),
     "norms_gathered": Mutant(NormsGathered, "W-49", "norms are listed in addition to the LoRA"),
-    "lora_of_equal_rows": Mutant(LoraOfEqualRows, "W-49", "the rows of A of a new LoRA are equal"),
+    "lora_of_equal_rows": Mutant(LoraOfEqualRows, "W-49", "all rows of matrix A of a new LoRA are equal"),
     "lora_of_noise": Mutant(LoraOfNoise, "W-49", "matrix B of a new LoRA is not zero"),
     "lora_not_read": Mutant(LoraNotRead, "W-50", "`load` leaves the LoRA unchanged"),
     "no_adapter_files": Mutant(NoAdapterFiles, "W-50", "the LoRA is not saved as PEFT's files"),

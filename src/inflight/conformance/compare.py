@@ -58,14 +58,14 @@ class CertificateComparison(WireModel):
     changes: tuple[Change, ...]
     facts: tuple[FactChange, ...]
     new_problem: str = ""
-    """The problem of the new run, if the old one had none."""
+    """Why the new certificate is not valid; empty if it is valid, or if the old one was not valid either."""
 
     def of(self, kind: ChangeKind) -> tuple[Change, ...]:
         return tuple(change for change in self.changes if change.kind is kind)
 
     @property
     def is_worse(self) -> bool:
-        """Whether a check regressed, or the new run has a problem and the old one has none."""
+        """Whether a check regressed, or the new certificate is not valid although the old one is."""
         return bool(self.of(ChangeKind.REGRESSION)) or bool(self.new_problem)
 
 

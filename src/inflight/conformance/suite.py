@@ -38,7 +38,7 @@ def run_suite(
     Raises `ConfigError` if the subject cannot be created. If an endpoint becomes unavailable, the verdict on the check
     that caused this reports it, and the other checks are skipped. If a worker or a transport cannot be created again
     after some checks, or if a check hangs under torchrun, the certificate contains the verdicts so far and states the
-    reason in ``problem``, as it does if the sources change while the checks run.
+    reason in ``problem``. If the sources change while the checks run, ``problem`` reports that.
     """
     started_at, started = datetime.now(UTC), time.monotonic()
     target, facts = kit.target, kit.facts
@@ -65,7 +65,7 @@ def run_suite(
             break
     asked = {check.id for check in checks}
     if not problem and digest(target.kind, said["target"], said["implementation"]) != sources:
-        problem = "its sources or those of the kit changed while the checks ran"
+        problem = "the sources of the implementation or of the kit changed while the checks ran; run the checks again"
     return Certificate(
         kit_version=__version__,
         kind=target.kind,

@@ -88,7 +88,10 @@ class Certificate(WireModel):
     start_seconds: float = Field(default=0.0, ge=0)
     """The part of ``seconds`` spent on starting processes, loading models, and restoring the subject."""
     problem: str = ""
-    """Why the certificate is not valid: the run ended before its last check, or sources changed while it ran."""
+    """Why the certificate is not valid: the run ended before its last check, or the sources changed during the run.
+
+    Empty if the certificate is valid.
+    """
     left_out: tuple[str, ...] = ()
     """Ids of the checks of this kind that were not requested."""
     verdicts: tuple[Verdict, ...]

@@ -273,7 +273,7 @@ MUTANTS = (
     Mutant(
         "two buffers of deltas",
         "U-18",
-        "Deltas are patched in two buffers by turns, also after one was aborted.",
+        "Decoded deltas are written to two buffers alternately, even after one was aborted.",
         lambda endpoint: decoding(patches_two_buffers_in_turn())(endpoint),
     ),
     Mutant("aborted delta stays", "U-18", "An aborted delta remains in its base.", decoding(leaves_aborted_deltas)),

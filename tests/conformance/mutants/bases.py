@@ -115,7 +115,7 @@ def unchecked_if(is_exempt: Callable[[WeightUpdate, Any], bool]) -> Any:
 
 
 def receives_ahead_without_the_lease(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Wait for the next bucket, from the arrival of the previous one, only for the timeout of one transfer."""
+    """Wait for the next bucket only for the timeout of one transfer after the arrival of the previous bucket."""
     staging: Any = inflight.weights.receive.staging.Staging
     own = staging._receive_ahead
 
@@ -244,7 +244,7 @@ MUTANTS = (
     Mutant(
         "next bucket awaited briefly",
         "U-44",
-        "A bucket that is received ahead is awaited only for the timeout of the previous transfer.",
+        "The receiver waits for a bucket that it receives ahead only for the timeout of the previous transfer.",
         receives_ahead_without_the_lease,
     ),
     Mutant("kept before the commit", "U-18", "An update is reported as kept while it is open.", delta_kept_early),

@@ -217,7 +217,7 @@ def searched_by_characters(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
 
 
 def searched_without_outer_space(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """Search the text without the white space around it."""
+    """Strip the white space around the text before searching it."""
     steps: Any = endpoint._engine.steps
 
     def faulty(sequence: Any) -> bool:
@@ -423,7 +423,7 @@ MUTANTS = (
     Mutant(
         "stop strings without outer space",
         "E-20",
-        "The text in which stop strings are searched loses the white space around it.",
+        "Leading and trailing white space is removed from the text before it is searched for stop strings.",
         searched_without_outer_space,
     ),
     Mutant(

@@ -108,8 +108,8 @@ def rounded_to_float8(tensor: torch.Tensor) -> torch.Tensor:
 
 @check("U-18", "updates delta", deadline_s=120, look_at=_BASE)
 async def deltas(subject: EndpointSubject) -> None:
-    """After a delta, logprobs are those of the new weights, even if its base had buckets that were sent raw; deltas
-    that are aborted leave their base unchanged."""
+    """After a delta, logprobs are those of the new weights, even if its base had buckets that were sent raw; aborted
+    deltas leave their base unchanged."""
     publisher, reference = subject.publisher, subject.reference
     weights, other, unlike = reference.weights, reference.perturbed("B"), reference.perturbed("C", seed=2)
     # The second delta changes other elements than the first, and leaves long gaps.
@@ -123,7 +123,7 @@ async def deltas(subject: EndpointSubject) -> None:
     await subject.require_serves(other, "after a delta")
     await _require_kept(subject, second, "after a delta that asked for it")
     for session_id in ("third", "third-again"):
-        when = f"after a delta that was aborted, in session {session_id!r}"
+        when = f"after an aborted delta in session {session_id!r}"
         third = await _send_delta(publisher, unlike, second, other, session_id)
         await publisher.abort(third)
         publisher.lose_group()

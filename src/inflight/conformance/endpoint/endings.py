@@ -42,7 +42,7 @@ _NEVER, _SHORT = "\x00 never", "~"
 _LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
 """Characters of three bytes each; all the bytes are different."""
 _SPACES = "y \n\t"
-"""A letter and white space."""
+"""A letter followed by white space."""
 _TEXT, _ENDS = "abcdefghij\x00l", "d\x00"
 """A text that a model samples, and the bytes of it that end a sequence. One of these is token 0."""
 _PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
@@ -157,10 +157,10 @@ async def _sampled(subject: EndpointSubject, **sampling: Any) -> AsyncGenerator[
 
 
 async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
-    """Require that a completion ends at a stop string that ends within a token, at one whose characters take several
-    tokens each, at one that ends with white space, and at one that is the first token.
+    """Require that a completion ends at a stop string of each of four kinds: one that ends within a token, one whose
+    characters take several tokens each, one that ends with white space, and one that is the first token.
 
-    The check starts another endpoint, which serves a model that samples a text with all four.
+    The check starts another endpoint, which serves a model that samples a text that contains all four.
     """
     if (reason := subject.missing("fresh")) is not None:
         subject.note(known_text=f"not checked: {reason}")
@@ -172,7 +172,7 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
     for stop, where, prompt in (
         (_LONG_CHARACTERS, "takes three tokens for each character", start),
         (_SPACES[:2], "ends with a space", start),
-        (_SPACES[1:3], "is white space", start),
+        (_SPACES[1:3], "consists of white space", start),
         (_CUT, "ends within a token", start),
         (_CUT, "ends within the third token", middle),
         (_PAIRS[0], "is the first token", middle),

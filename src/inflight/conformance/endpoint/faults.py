@@ -42,7 +42,7 @@ _FAILURES: tuple[Failure, ...] = ("instead", "afterwards")
 _LATE_S = 1.2
 """Delay of a slow sender, well within the timeout."""
 _PAUSED_S = 2.4
-"""Time between two buckets, one and a half times the timeout of each."""
+"""Pause between two buckets, which is one and a half times the timeout of each transfer."""
 _DEADLINES = "whether the message's timeout is passed to the collective, and whether a blocked call can be abandoned"
 
 
@@ -76,8 +76,8 @@ async def bucket_never_sent(subject: EndpointSubject) -> None:
 
 @check("U-44", "updates", deadline_s=30, look_at=_DEADLINES)
 async def slow_sender(subject: EndpointSubject) -> None:
-    """A bucket arrives even if it is sent late, as long as that is within the timeout of its transfer, and even if its
-    transfer begins later after the previous bucket than that timeout."""
+    """A bucket arrives even if it is sent late, as long as that is within the timeout of its transfer, and even if the
+    pause between the previous bucket and its transfer is longer than that timeout."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     update = await publisher.request(other, bucket_bytes=other.size_bytes // 2)
     for index in range(len(update.buckets)):

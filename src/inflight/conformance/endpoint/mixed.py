@@ -55,7 +55,7 @@ _STOPS = 12
 _STOP_STRINGS = 4
 """Number of stop strings, of one letter each, of a request that has any."""
 _ABANDONED = 0.3
-"""Share of updates before which another update is aborted once all of it has arrived."""
+"""Share of updates that are preceded by another update, which is aborted once all of it has arrived."""
 _PAUSE_S = 0.03
 """Longest time between two updates."""
 _ENDS_S = 30.0
@@ -80,11 +80,11 @@ async def mixed_requests(subject: EndpointSubject) -> None:
 
 
 async def _abandon(subject: EndpointSubject, chain: UpdateChain, kind: UpdateKind, policy: InFlightPolicy) -> bool:
-    """Abort an update once all of it has arrived; return whether the endpoint continues to serve its weights."""
+    """Send an update and abort it once all of it has arrived; return whether the endpoint serves the old weights."""
     sent = await chain.send(kind, policy)
     await sent.publisher.abort(sent.update)
     sent.publisher.lose_group()
-    version = await wait_until_settled(subject, f"after {kind.name} that was aborted once everything had arrived")
+    version = await wait_until_settled(subject, f"after {kind.name} that was aborted once all of it had arrived")
     return version.state is not EndpointState.POISONED
 
 
@@ -99,7 +99,7 @@ class _Traffic:
         policy: InFlightPolicy,
         abandoned: float,
     ) -> None:
-        """``abandoned`` is the share of updates before which another update is aborted."""
+        """``abandoned`` is the share of updates that are preceded by another update, which is aborted."""
         self._subject, self._endpoints, self._chain, self._policy = subject, endpoints, chain, policy
         self._abandoned, self._num_abandoned = abandoned, 0
         self._random = random.Random(f"{_SEED}-{policy}")
@@ -124,7 +124,10 @@ class _Traffic:
             if self._random.random() < self._abandoned:
                 self._num_abandoned += 1
                 kind = self._random.choice(kinds)
-                require(await _abandon(subject, self._chain, kind, self._policy), f"{kind.name} poisons the endpoint")
+                require(
+                    await _abandon(subject, self._chain, kind, self._policy),
+                    f"the endpoint is POISONED after {kind.name} that was aborted once all of it had arrived",
+                )
             await self._chain.publish(kinds[i % len(kinds)], self._policy)
             if i % 3 == 2:
                 await within(_ENDS_S, self._until(lambda: len(self._answers) > num_before, clients), "an answer")  # noqa: B023

@@ -266,7 +266,7 @@ class SteppedPublisher:
     ) -> None:
         """Send a bucket while the endpoint receives it, or before that if the transport stores buckets.
 
-        ``timeout_s`` is the timeout of the endpoint's receive.
+        ``timeout_s`` is the timeout with which the endpoint receives the bucket.
         """
         transfer = self.transfer(update, bucket.index, timeout_s)
         if bucket.checksum is not None:

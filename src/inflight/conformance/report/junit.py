@@ -1,7 +1,8 @@
 """The certificate as JUnit XML for build servers.
 
 There is one ``testsuite`` per level and one ``testcase`` per check. A hung check is an ``error``, an expected failure
-is ``skipped`` with its reason, an unexpected pass is a ``failure``, and a run with a problem has its own ``error``.
+is ``skipped`` with its reason, an unexpected pass is a ``failure``, and a certificate that is not valid has an
+additional ``error`` with the reason.
 """
 
 from __future__ import annotations

@@ -209,12 +209,12 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
 
 
 def _require_no_more_is_left(t: TransportSubject) -> None:
-    """Fail if more descriptors stay open, while the receiver still exists, after received tensors that outlived their
-    group have been dropped, or after a group in which a receive ahead was pending."""
+    """Fail if a group whose received tensors outlive it, or a group that is aborted during a receive ahead, leaves more
+    descriptors open than another group. The count is taken after the tensors are dropped, while the receiver exists."""
     cases = {
         "": (False, False),
-        "received tensors are dropped after both ends have aborted": (True, False),
-        "both ends have aborted during a receive ahead": (False, True),
+        "received tensors are dropped only after both ends have aborted": (True, False),
+        "both ends abort while a bucket is being received ahead": (False, True),
     }
     left: dict[str, int] = {}
     for what, (is_kept, is_ahead) in cases.items():
@@ -232,9 +232,9 @@ def _require_no_more_is_left(t: TransportSubject) -> None:
         while (num := _num_open()) > min(left.values(), default=num) and time.monotonic() - started < SLACK_S:
             time.sleep(0.02)
         left[what] = num
-    t.note(**{"descriptors after a group, and after one in which": left})
+    t.note(**{"open descriptors after a group, and after a group in which": left})
     for what, num in left.items():
-        require(num <= left[""], f"if {what}, {num - left['']} more descriptors stay open")
+        require(num <= left[""], f"if {what}, {num - left['']} more descriptors stay open than otherwise")
 
 
 def _require_constant_descriptors(t: TransportSubject) -> None:

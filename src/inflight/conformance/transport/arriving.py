@@ -86,7 +86,7 @@ def strided_tensors_arrive_row_major(t: TransportSubject) -> None:
 @check("T-12", deadline_s=30, look_at="short writes and reads, limits on the size of a message, remainders of chunks")
 def buckets_of_any_size_arrive_whole(t: TransportSubject) -> None:
     """A bucket of any size from one byte to 64 MB arrives complete, even if its bytes are encoded, it follows others of
-    that size, or it is received ahead."""
+    the same size, or it is received ahead."""
     (receiver,) = t.form()
     wrong, seconds = {}, 0.0
     sizes = (*_SIZES, *_LARGE_AGAIN, *(_SIZES if isinstance(receiver, ReceivesAhead) else ()))

@@ -46,7 +46,7 @@ _CUT_BYTES, _NUM_CUT = 300_000, 3
 that are cut in all."""
 _SLOW_BYTES_PER_S = 10_000
 _REPLACED_BYTES_PER_S, _REPLACED_S = 200_000, 0.6
-"""Rate at which a bucket is read that is replaced by another one, and how long after the beginning this happens."""
+"""Rate at which a bucket is read that another one replaces, and the time from the start of the read until then."""
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
@@ -295,8 +295,8 @@ def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
 def _require_not_mixed(
     t: TransportSubject, proxy: TcpProxy, receiver: WeightReceiver, bucket: WeightBucket, update: WeightUpdate
 ) -> None:
-    """Require that a bucket that another attempt replaces while it is read, and whose connection is then cut, arrives
-    as one of the two or not at all."""
+    """Require that a receive either returns one of two buckets unmixed or raises TransferError, if another attempt
+    replaces the first bucket with the second while it is being read, and the connection is then cut."""
     proxy.bytes_per_s = _REPLACED_BYTES_PER_S
     receiver.begin(update.ref)
     (receive,) = t.start_receives([receiver], bucket)
@@ -313,7 +313,7 @@ def _require_not_mixed(
     (arrived,) = receive.result(0.0)
     num_of_each = [int((arrived == it.tensors[0]).sum()) for it in (bucket, other)]
     t.note(elements_of_a_bucket_and_of_its_replacement=num_of_each)
-    words = f"a bucket that is replaced while it is read arrives with elements of both, {num_of_each} of each"
+    words = f"a bucket replaced during a read is neither the old nor the new one; elements equal to each: {num_of_each}"
     require(len(arrived) in num_of_each, words)
 
 

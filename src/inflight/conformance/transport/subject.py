@@ -220,15 +220,17 @@ class TransportSubject:
         return self.start(lambda: self.sender.send(bucket, timeout_s), f"the send of bucket {bucket.index}")
 
     def receive_ahead(self, receiver: WeightReceiver, bucket: WeightBucket) -> None:
-        """Announce a bucket to a receiver that can receive it ahead."""
+        """Start to receive a bucket ahead, if the receiver supports that."""
         if isinstance(receiver, ReceivesAhead):
             receiver.receive_ahead(bucket.specs, FORM_S)
 
     def transfer(
         self, receivers: Sequence[WeightReceiver], bucket: WeightBucket, *, ahead: bool = False
     ) -> list[list[torch.Tensor]]:
-        """Send one bucket as its own update, received ahead if requested and supported, and return the tensors that
-        each receiver received."""
+        """Send one bucket as its own update, and return the tensors that each receiver received.
+
+        If ``ahead`` is true, each receiver that supports it receives the bucket ahead.
+        """
         self.begin(receivers, bucket)
         for receiver in receivers:
             if ahead:

@@ -26,7 +26,7 @@ def make_batch(
 ) -> MicroBatch:
     """Return packed segments of random tokens, with gaps in the mask and advantages of both signs, on the CPU.
 
-    Some advantages are 0, as they are where a loss is clipped or where all completions of a group have one reward.
+    Some advantages are 0, as happens where a loss is clipped or all completions of a group have the same reward.
     If ``temperature`` is None, every token has a temperature of its own, from 0.5 to 1.5.
     """
     random = torch.Generator().manual_seed(seed)
@@ -51,7 +51,7 @@ def make_batch(
 
 
 def with_targets(batch: MicroBatch, seed: int) -> MicroBatch:
-    """Return the batch with random tokens to score at every position; the last two of each position are equal."""
+    """Return the batch with random tokens to score at every position; the last two at each position are equal."""
     random = torch.Generator().manual_seed(seed)
     ids_TK = torch.randint(VOCAB_SIZE, (batch.num_tokens, 4), generator=random)
     ids_TK[:, 3] = ids_TK[:, 2]

@@ -60,9 +60,9 @@ def compare_changes(
 ) -> None:
     """Fail unless ``found`` is close to ``expected``, relative to the distance of ``expected`` from ``start``.
 
-    The maximum relative difference is the tolerance for two ways to compute the same number. It is smaller for two
-    computations ``by_the_same_worker``: moments in bfloat16 would make a difference of 1e-3. The check is skipped if
-    the steps changed the weights so little that rounding hides the change.
+    The maximum relative difference is the tolerance for two ways to compute the same number. It is smaller if both were
+    computed ``by_the_same_worker``, so that it reveals moments in bfloat16, which make a difference of 1e-3. The check
+    is skipped if the steps changed the weights so little that rounding hides the change.
     """
     moved, apart = distance(expected, start), distance(found, expected)
     size = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in start.values()))

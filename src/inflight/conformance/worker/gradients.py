@@ -38,8 +38,8 @@ _AVERAGES = "an average instead of a sum, a weight per rank or micro-batch, grad
     "temperatures; the backward pass of a head that is computed in chunks of targets or of the vocabulary"
 )
 def gradient_norm_equals_autograd(subject: WorkerSubject) -> None:
-    """The gradient of a loss is the one that autograd computes, at any temperature, for logits of any size, and for any
-    number of targets and tokens in the vocabulary, and the reported norm is the norm before clipping."""
+    """The gradient of a loss is the one that autograd computes, at any temperature, for logits of any magnitude, and
+    for any number of targets and tokens in the vocabulary; the reported norm is the norm before clipping."""
     # Norms below and above the usual thresholds of clipping.
     reference = ReferenceModel(subject.model())
     batches = [make_batch((17,), seed=30 + rank, temperature=None) for rank in range(subject.data_size)]

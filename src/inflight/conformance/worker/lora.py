@@ -93,7 +93,7 @@ def a_step_changes_the_lora_alone(subject: WorkerSubject) -> None:
 )
 def only_the_lora_is_gathered(subject: WorkerSubject) -> None:
     """A worker that trains a LoRA gathers A and B of the configured layers, and nothing else; in a new LoRA, A
-    depends on the seed and has no equal rows, and B is zero, so that the LoRA changes nothing."""
+    depends on the seed, no two of its rows are equal, and B is zero, so that the LoRA changes nothing."""
     worker = _lora_worker(subject)
     spec, specs = _spec(worker), {tensor.name: tuple(tensor.shape) for tensor in worker.parameter_specs()}
     settings = _settings(subject)
@@ -173,7 +173,7 @@ def a_lora_resumes(subject: WorkerSubject) -> None:
                 saved,
                 expected,
                 found,
-                f"two steps of {name} after a load, and without it",
+                f"two steps of {name} after a load, and the same steps without it",
                 by_the_same_worker=True,
             )
     if isinstance(new, BackgroundSavingWorker):

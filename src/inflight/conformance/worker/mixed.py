@@ -33,21 +33,21 @@ from inflight.types import MicroBatch
 LEVEL = "step"
 _SEED = 79
 _NUM_STEPS, _MOST_BATCHES = 8, 3
-"""Number of steps of each of two passes over the same micro-batches, and of micro-batches per step."""
+"""Number of steps, and maximum number of micro-batches per step. The steps are taken with and without other calls."""
 _SHAPES = ((12, 12, 12), (7, 20), (1, 9, 9, 2))
-"""Lengths of segments. There are few shapes, so that different micro-batches often have the same one."""
+"""Lengths of the segments. There are few shapes, so that different micro-batches often have the same one."""
 _LAST_SAVED = 5
-"""The checkpoint that is loaded has at most this version."""
+"""Highest version of the checkpoint that is loaded."""
 _SCALES = (1.0, 1.0, 8.0, 2.0**-10, 0.0)
 """Factors of the loss."""
 
 
 @check("W-79", deadline_s=90)
-@look_at("what is kept from one micro-batch, step or load to the next, and the keys under which it is kept")
+@look_at("state that is kept from one micro-batch, step or load to the next, and the keys under which it is kept")
 def mixed_calls(subject: WorkerSubject) -> None:
-    """However micro-batches of equal shapes, passes that are dropped or out of order, gathers, saves and loads follow
-    one another, logprobs and gradients are those of transformers and autograd at the gathered weights, and steps lead
-    to the same weights as without the other calls."""
+    """However micro-batches of equal shapes, discarded forward passes, backward passes in any order, gathers, saves and
+    loads are mixed, logprobs and gradients are those of transformers and autograd at the gathered weights, and steps
+    lead to the same weights as without the other calls."""
     _Mix(subject).run()
 
 
@@ -60,7 +60,7 @@ class _Step:
 
 
 class _Mix:
-    """Draws what is called next, the same on every rank, and remembers the weights that the steps lead to."""
+    """Draws the next call, which is the same on every rank, and records the weights after every step."""
 
     def __init__(self, subject: WorkerSubject) -> None:
         self._subject, self._draw = subject, random.Random(_SEED)
@@ -72,11 +72,11 @@ class _Mix:
         """Checkpoints by version."""
         self._num_calls = self._num_compared = 0
         self._largest = 0.0
-        """The largest difference of logprobs, on rank 0."""
+        """The largest difference between logprobs so far, on rank 0."""
 
     def run(self) -> None:
-        """Take steps with other calls in between, take those after a checkpoint again, and compare them with steps of
-        another worker without other calls."""
+        """Take steps with other calls in between, load a checkpoint and repeat the later steps, and compare the weights
+        with those of another worker that takes only the steps."""
         subject, steps = self._subject, [self._make_step() for _ in range(_NUM_STEPS)]
         for step in steps:
             self._take(step)
@@ -93,7 +93,7 @@ class _Mix:
         subject.note(**figures, largest_difference=self._largest)
         if subject.rank == 0:
             for what, found in {"other calls": first, f"other calls and a load of version {version}": again}.items():
-                words = f"{_NUM_STEPS} steps with {what} in between, and without"
+                words = f"{_NUM_STEPS} steps with {what} in between, and the same steps alone"
                 compare_changes(subject, self._weights[0], expected, found, words, by_the_same_worker=True)
 
     def _make_step(self) -> _Step:
@@ -103,7 +103,7 @@ class _Mix:
         return _Step(batches, draw.choice(_SCALES))
 
     def _make_batch(self) -> MicroBatch:
-        """Return a micro-batch of one of a few shapes, some of whose segments begin with the same tokens."""
+        """Return a micro-batch that has one of a few shapes, and in which some segments begin with the same tokens."""
         worker, draw, lengths = self._worker, self._draw, self._draw.choice(_SHAPES)
         seed = draw.randrange(1 << 30)
         batch = make_batch(lengths, seed, temperature=draw.choice((1.0, None)), targets=draw.random() < 0.9)
@@ -120,7 +120,7 @@ class _Mix:
         return batch
 
     def _take(self, step: _Step) -> None:
-        """Take a step with other calls around its passes; fail unless logprobs and gradient norm are right."""
+        """Take a step with other calls around its passes; fail unless the logprobs and gradient norm are correct."""
         subject, worker, draw = self._subject, self._worker, self._draw
         pending: list[tuple[MicroBatch, torch.Tensor]] = []
         found: list[list[float]] = []
@@ -143,14 +143,14 @@ class _Mix:
             self._save()
 
     def _backward(self, pending: list[tuple[MicroBatch, torch.Tensor]], scale: float) -> None:
-        """Compute the gradients of these micro-batches, in any order."""
+        """Compute the gradients of the pending micro-batches in random order, and empty the list."""
         self._draw.shuffle(pending)
         for batch, logprobs_T in pending:
             self._worker.backward(loss_of(logprobs_T, batch, scale))
         pending.clear()
 
     def _problem(self, step: _Step, logprobs: dict[int, list[list[float]]], norm: float) -> str:
-        """Return what is wrong with the logprobs, by share of the data, or with the gradient norm, if anything is."""
+        """Return what is wrong with the logprobs of a share of the data or with the gradient norm, if anything is."""
         subject, reference = self._subject, self._reference
         reference.put(self._weights[self._worker.version - 1])
         for share, found in logprobs.items():
@@ -164,14 +164,14 @@ class _Mix:
                     what = f"segments of {batch.segment_lengths} tokens"
                     what += " that share prefixes" if batch.prefix_ids_T is not None else ""
                     what += ", with target ids," if batch.target_ids_TK is not None else ""
-                    return f"logprobs of {what} differ by up to {apart:.2e} nats"
+                    return f"logprobs of {what} differ by up to {apart:.2e} nats from those of transformers"
         expected = reference.gradient_norm(list(itertools.chain(*step.batches)), step.scale)
         if not abs(norm - expected) <= subject.tolerance.gradient * expected:
-            return f"the gradient norm is {norm:.6g}, not {expected:.6g}"
+            return f"the gradient norm is {norm:.6g}, but that of autograd is {expected:.6g}"
         return ""
 
     def _maybe_call(self) -> None:
-        """Make a call that must change nothing, or none."""
+        """Make a random call that must change nothing, or no call."""
         subject, worker, draw = self._subject, self._worker, self._draw
         kind = draw.choice(("", "", "forward", "gather", "save"))
         self._num_calls += bool(kind)
@@ -182,7 +182,7 @@ class _Mix:
         elif kind == "gather":
             found = gathered(worker, draw.choice((1, 4096, 1 << 30)))
             changed = differing(found, self._weights.get(worker.version, found))
-            words = f"between two steps, gathered tensors have changed: {shortened(changed)}"
+            words = f"gathered tensors have changed although no step was taken: {shortened(changed)}"
             subject.require_on_all_ranks(not changed, words)
         elif kind == "save":
             worker.save(subject.fresh_path(f"between-{self._num_calls}"))
@@ -193,13 +193,13 @@ class _Mix:
         self._worker.save(self._saved[version])
 
     def _load(self) -> int:
-        """Load a checkpoint, fail unless its weights are those of its version, and return the version."""
+        """Load a random checkpoint, fail unless this restores its version and weights, and return the version."""
         subject, worker = self._subject, self._worker
         version = self._draw.choice(sorted(self._saved))
         worker.load(self._saved[version])
         self._weights = {number: weights for number, weights in self._weights.items() if number <= version}
         changed = differing(self._weights[version], gathered(worker))
-        words = f"after a load of version {version}, the worker is at version {worker.version}"
+        words = f"after loading version {version}, the worker is at version {worker.version}"
         is_restored = worker.version == version and not changed
-        subject.require_on_all_ranks(is_restored, f"{words}, and these tensors differ: {shortened(changed)}")
+        subject.require_on_all_ranks(is_restored, f"{words}; tensors not restored: {shortened(changed)}")
         return version
