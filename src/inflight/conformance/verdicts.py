@@ -104,7 +104,7 @@ class Certificate(WireModel):
 
     @property
     def conforms(self) -> bool:
-        """Whether the run was complete, a check passed, and none failed, hung or passed unexpectedly."""
+        """Whether the certificate has no problem, a check passed, and none failed, hung or passed unexpectedly."""
         counts = self.counts
         return not self.problem and not BAD_OUTCOMES & counts.keys() and CheckOutcome.PASSED in counts
 
