@@ -29,7 +29,7 @@ _MOST_KEPT = 60
 """Beyond this number of kept tensors, only one received tensor in ten is kept."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.uint8)
 _SHAPES = ((), (0,), (1,), (3,), (7, 5), (2, 0, 4), (64, 64), (1021,))
-_LARGE = (100_003, 500_009, 1_300_021)
+_LARGE = (100_003, 500_009, 1_300_021, 4_300_013)
 """Numbers of elements of large tensors."""
 _WAIT_S = 0.02
 """How long one end is ahead of the other."""
