@@ -303,6 +303,11 @@ def keeps_what_it_receives_ahead(receiver: Any) -> None:
     receiver.abort = aborting
 
 
+def waits_no_longer_than_the_group(receiver: Any) -> None:
+    receive = receiver.receive
+    receiver.receive = lambda specs, timeout_s: receive(specs, min(timeout_s, receiver._spec.timeout_s))
+
+
 def aborts_only_if(condition: Callable[[Any], bool]) -> Fault:
     def spoil(end: Any) -> None:
         abort = end.abort
@@ -1336,6 +1341,11 @@ MUTANTS = {
         "T-33",
         "a bucket of another update is sent before the first update of the group begins",
         sends_strays_before_an_update,
+    ),
+    "group's timeout": Mutant(
+        "T-20",
+        "a receive waits no longer than the timeout of its group",
+        receiver=waits_no_longer_than_the_group,
     ),
     "whole seconds": Mutant("T-20", "timeouts are cut to whole seconds", receiver=whole_seconds),
     "joins after an abort": Mutant(

@@ -182,9 +182,7 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
             found = await subject.generate(prompt, endpoint=endpoint, **asked)
             ends_at = completing(reference.tokenizer, stop, found)
             text = "" if reference.tokenizer is None else reference.tokenizer.decode(list(found.token_ids))
-            require(
-                ends_at, f"with the stop strings {words}, a completion of at most 48 tokens ended after {text!r}"
-            )
+            require(ends_at, f"with the stop strings {words}, a completion of at most 48 tokens ended after {text!r}")
             what = f"stop string {stop!r}, which {where}, among {words}"
             _require_ended(found, ends_at, 48, what)
             ends.append(len(found.token_ids))

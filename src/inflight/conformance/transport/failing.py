@@ -22,8 +22,8 @@ _TIMEOUT_S = 0.8
 _WAIT_S = 2.9
 """Timeout of calls that must end when it expires, in no whole number of seconds. It exceeds `SLACK_S`, so that a call
 that waits for twice the timeout is not mistaken for one that a busy machine delays."""
-_LATE_S = 2.2
-"""Time from the beginning of a receive until its bucket is sent."""
+_GROUP_S, _LATE_S = 2.0, 2.6
+"""Timeout of a group, and the time from the beginning of a receive in it until its bucket is sent."""
 _SEND_S = 1.3
 _ON_TIME = 0.95
 """The share of a timeout before which no call may end."""
@@ -147,15 +147,18 @@ def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool, tim
 @check("T-20", deadline_s=30, look_at="receive: its timeout_s, not the group's")
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before, even
-    if receive_ahead() was called with a longer timeout, or if an earlier attempt at the same version has sent that
-    bucket; a bucket that is sent late still arrives."""
-    # The group has a longer timeout than the receive of the bucket that is never sent.
-    (receiver,) = t.form()
+    if receive_ahead() was called with a longer timeout, if the group has a shorter one, or if an earlier attempt at the
+    same version has sent that bucket; a bucket that is sent late still arrives."""
+    # The group has a shorter timeout than the receive of the bucket that is sent late, and the groups below have a
+    # longer one than the receive of the bucket that is never sent.
+    (receiver,) = [t.receiver(member) for member in t.members([1], _GROUP_S)]
+    results(t.start_joins([receiver]), FORM_S + SLACK_S)
     late, never = bucket_of(torch.ones(10)), bucket_of(torch.zeros(10), index=1)
     t.begin([receiver], late, never)
     (receive,) = t.start_receives([receiver], late)
     if receive.has_ended(_LATE_S):
-        fail(f"a receive with a timeout of {FORM_S:g} s ended before its bucket was sent: {receive.ending(0.0).words}")
+        words = f"a receive with a timeout of {FORM_S:g} s, in a group with a timeout of {_GROUP_S:g} s, ended before"
+        fail(f"{words} its bucket was sent: {receive.ending(0.0).words}")
     results([receive, t.start_send(late)], FORM_S + SLACK_S)
     require(receive.result(0.0)[0].equal(late.tensors[0]), f"a bucket sent {_LATE_S} s late arrived changed")
     t.begin_session("first-attempt", [receiver], late)
