@@ -1753,6 +1753,19 @@ class LoraOfNoise(FsdpLoraWorker):
                     parameter.to_local().fill_(0.01)
 
 
+class SameVersionNotLoaded(FsdpWorker):
+    """The weights of a checkpoint are not loaded if it has the version of the worker."""
+
+    def load(self, path: Path, **others: Any) -> None:
+        version = self.version
+        kept = [parameter.to_local().clone() for parameter in parameters_of(self).values()]
+        super().load(path, **others)
+        if self.version == version:
+            with torch.no_grad():
+                for parameter, old in zip(parameters_of(self).values(), kept, strict=True):
+                    parameter.to_local().copy_(old)
+
+
 class LoraOfEqualRows(FsdpLoraWorker):
     """All rows of each matrix A are equal."""
 
@@ -2405,6 +2418,9 @@ MUTANTS = {
     "base_decays": Mutant(BaseDecays, "W-48", "norms decay while a LoRA is trained"),
     "merged_at_each_step": Mutant(MergedAtEachStep, "W-48", "each step is merged into the weights under the LoRA"),
     "norms_gathered": Mutant(NormsGathered, "W-49", "norms are listed in addition to the LoRA"),
+    "same_version_not_loaded": Mutant(
+        SameVersionNotLoaded, "W-35", "a checkpoint of the version that the worker has is not loaded"
+    ),
     "lora_of_equal_rows": Mutant(LoraOfEqualRows, "W-49", "all rows of matrix A of a new LoRA are equal"),
     "lora_of_noise": Mutant(LoraOfNoise, "W-49", "matrix B of a new LoRA is not zero"),
     "lora_not_read": Mutant(LoraNotRead, "W-50", "`load` leaves the LoRA unchanged"),

@@ -50,8 +50,11 @@ def _require_restored(subject: WorkerSubject, *, tied: bool) -> None:
     worker.save(path)
     saved = gathered(worker)
     _train(worker, subject, 2, 3)
-    before_T, new = _logprobs(worker, subject), create_scheduled(subject, tied=tied)
-    for name, other in {"a new worker": new, "the worker that continued": worker}.items():
+    new, twin = create_scheduled(subject, tied=tied), create_scheduled(subject, tied=tied)
+    _train(twin, subject, 2, 3)
+    others = {"the worker that continued": worker, "another worker at the same version": twin}
+    before = {name: _logprobs(other, subject) for name, other in others.items()}
+    for name, other in {"a new worker": new, **others}.items():
         other.load(path)
         changed, version = differing(saved, gathered(other)), other.version
         subject.note(**{f"version ({name})": version, f"differing tensors ({name})": len(changed)})
@@ -59,14 +62,15 @@ def _require_restored(subject: WorkerSubject, *, tied: bool) -> None:
         subject.require_on_all_ranks(
             not changed, f"{name} has weights that differ from the saved ones: {shortened(changed)}"
         )
-    expected_T, found_T = _logprobs(new, subject), _logprobs(worker, subject)
-    apart, moved = (float((expected_T - it_T).abs().max()) for it_T in (found_T, before_T))
-    subject.note(**{"logprobs apart after the load": apart, "logprobs apart before the load": moved})
-    subject.require_on_all_ranks(
-        apart <= subject.tolerance.logprob,
-        f"logprobs of the worker that continued{' (tied)' if tied else ''} differ after the load by up to {apart:.2e} "
-        f"nats from those of a new worker that loaded the same checkpoint, and by up to {moved:.2e} nats before it",
-    )
+    expected_T = _logprobs(new, subject)
+    for name, other in others.items():
+        apart, moved = (float((expected_T - it_T).abs().max()) for it_T in (_logprobs(other, subject), before[name]))
+        subject.note(**{f"logprobs apart after and before the load ({name})": [apart, moved]})
+        subject.require_on_all_ranks(
+            apart <= subject.tolerance.logprob,
+            f"logprobs of {name}{' (tied)' if tied else ''} differ after the load by up to {apart:.2e} nats from those "
+            f"of a new worker that loaded the same checkpoint, and by up to {moved:.2e} nats before it",
+        )
 
 
 @check("W-36", deadline_s=40)
