@@ -31,6 +31,7 @@ from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import pack
 from inflight.weights.transports import (
     bucket_files,
+    file_server,
     groups,
     named_transport,
     private_directory,
@@ -858,6 +859,23 @@ def removes_nothing(sender: Any) -> None:
     sender._stored_in = spoiled
 
 
+def renews_no_lease(sender: Any) -> None:
+    """A lease that exists is not renewed in the directory of this sender."""
+    stored_in, take_lease = sender._stored_in, file_server.take_lease
+
+    def spoiled() -> Any:
+        files = stored_in()
+
+        def taken(directory: Path, run: str, update: str, name: str) -> None:
+            if directory != files.directory or not (directory / run / update / name).exists():
+                take_lease(directory, run, update, name)
+
+        file_server.take_lease = taken
+        return files
+
+    sender._stored_in = spoiled
+
+
 def reads_any_bucket(receiver: Any) -> None:
     """A receiver does not look at the header of a file."""
 
@@ -1544,6 +1562,7 @@ MUTANTS = {
         counts_unwritten_buckets,
         transport="file",
     ),
+    "renews no lease": Mutant("T-43", "http: a lease is never renewed", renews_no_lease, transport="http"),
     "reads without a deadline": Mutant(
         "T-43",
         "http: the timeout of a receive applies to each read",

@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -104,7 +105,7 @@ class _Url(_Tree):
         require(answer.status_code == 200, f"GET of a lease on a complete update has status {answer.status_code}")
 
 
-@check("T-43", "files", deadline_s=40)
+@check("T-43", "files", deadline_s=70)
 @look_at(
     "names of files and directories; the header of a bucket's file; the order in which a bucket, the manifest and "
     "latest.json appear; which updates are removed"
@@ -113,7 +114,7 @@ def stored_files_have_their_form(t: TransportSubject) -> None:
     """The files of an update have the documented names and contents: a bucket is a safetensors file, and once
     every bucket has been written, the manifest appears and latest.json names the update. If a bucket could not be
     written, neither happens. The newest complete updates, whatever their versions, and those that are leased are
-    kept, and others are removed.
+    kept, and others are removed. A lease can be renewed.
     Files that another implementation wrote are read if they have this format, and refused if they belong to another
     bucket or are links. Over HTTP, a reader whose connection is cut continues where it stopped, unless the file has
     been replaced, and bytes that arrive slowly do not extend its timeout."""
@@ -142,6 +143,7 @@ def _require_form(t: TransportSubject, tree: _Tree, receiver: WeightReceiver) ->
     require(tree.message(lower, "manifest.json") is not None, words)
     if isinstance(tree, _Url):
         _require_answers(tree, names[-1])
+        _require_lease_renewed(t, tree, receiver)
     if isinstance(tree, _Directory):
         _require_lease_ends(t, tree, receiver, names[1])
         _require_foreign_files_are_read(t, tree, receiver)
@@ -260,6 +262,19 @@ def _require_answers(tree: _Url, name: str) -> None:
     require(part.content == whole.content[9:41], "the range from byte 9 to byte 40 differs from the whole file there")
     tags = [answer.headers.get("etag") for answer in (whole, part)]
     require(tags[0] is not None and tags[0] == tags[1], f"two answers for one file have the ETags {tags}")
+
+
+def _require_lease_renewed(t: TransportSubject, tree: _Url, receiver: WeightReceiver) -> None:
+    """Require that an update whose lease has been renewed is kept for longer than the first lease lasts."""
+    name = _require_stored(t, tree, receiver, 20)
+    for _ in range(2):
+        tree.lease(name)
+        time.sleep(0.6 * _LEASED_S)
+    for number in range(21, 21 + _NUM_LATER):
+        _require_stored(t, tree, receiver, number)
+    is_kept = tree.message(name, "manifest.json") is not None
+    words = f"{1.2 * _LEASED_S:g} s after its first lease and {0.6 * _LEASED_S:g} s after the lease was renewed"
+    require(is_kept, f"update {name} has been removed {words}")
 
 
 def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
