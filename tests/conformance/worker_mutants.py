@@ -2139,6 +2139,23 @@ class SameDropoutAgain(FsdpLoraWorker):
         return super()._compute(rows)
 
 
+class SameDropoutEachStep(FsdpLoraWorker):
+    """The forward passes of every step apply the dropout of the first step."""
+
+    _is_computing = False
+
+    @property
+    def version(self) -> int:
+        return 0 if self._is_computing else super().version
+
+    def _compute(self, rows: Sequence[Row]) -> torch.Tensor:
+        self._is_computing = True
+        try:
+            return super()._compute(rows)
+        finally:
+            self._is_computing = False
+
+
 class SeedIgnored(FsdpLoraWorker):
     """A new LoRA does not depend on the seed."""
 
@@ -2474,6 +2491,9 @@ MUTANTS = {
     ),
     "long_messages_cut": Mutant(LongMessagesCut, "W-73", "messages are cut after 4 KiB", num_ranks=2),
     "dropout_ignored": Mutant(DropoutIgnored, "W-50", "dropout is configured but not applied"),
+    "same_dropout_each_step": Mutant(
+        SameDropoutEachStep, "W-50", "the forward passes of every step apply the dropout of the first step"
+    ),
     "same_dropout_again": Mutant(SameDropoutAgain, "W-50", "every forward pass applies the same dropout"),
     "seed_ignored": Mutant(SeedIgnored, "W-49", "a new LoRA does not depend on the seed"),
 }

@@ -36,6 +36,8 @@ ADAPTER = Path("adapter") / "adapter_model.safetensors"
 _LENGTHS = (9, 14, 5)
 _BUCKET_BYTES = 4096
 _DROPOUT = 0.3
+_SAME = 0.9
+"""Cosine similarity from which two effects on logprobs count as those of the same dropout."""
 
 
 @check("W-47", look_at="the scale alpha / rank, whether dropout is off, and whether both halves get their gradients")
@@ -197,6 +199,15 @@ def _require_dropout(subject: WorkerSubject) -> None:
     subject.require_on_all_ranks(has_dropout, words)
     words = f"logprobs of forward passes without gradients differ by up to {apart['without gradients']:.2e} nats"
     subject.require_on_all_ranks(apart["without gradients"] <= subject.tolerance.logprob, words)
+    accumulate(worker, [batch], 0.0)
+    worker.step()
+    with torch.no_grad():
+        later_plain_T = worker.forward(batch)
+    moved_T, later_moved_T = first_T - plain_T, worker.forward(batch).detach() - later_plain_T
+    likeness = float(torch.cosine_similarity(moved_T, later_moved_T, dim=0))
+    subject.note(**{"cosine similarity of the effects of dropout in two steps": likeness})
+    words = f"the first forward pass after a step has the dropout of the first one before it (cosine {likeness:.3f})"
+    subject.require_on_all_ranks(likeness < _SAME, words)
 
 
 def _require_saved_in_the_background(
