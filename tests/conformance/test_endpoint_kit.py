@@ -16,6 +16,7 @@ import torch
 
 import inflight.conformance.endpoint.images
 import inflight.conformance.endpoint.subject
+import inflight.engines.embedded.parameters
 import inflight.engines.embedded.sampler
 import inflight.engines.embedded.sequences
 import inflight.engines.embedded.stepping
@@ -50,6 +51,7 @@ pytestmark = pytest.mark.usefixtures("forks")
 PATCHED = (
     *((inflight.engines.embedded.stepping, "sample"), (inflight.weights.encode.float8, "decode_float8")),
     (inflight.engines.embedded.sampler, "_apply_filters"),
+    (inflight.engines.embedded.parameters.StoredTensors, "assemble"),
     (inflight.weights.receive.base_weights, "merge_lora"),
     (inflight.weights.encode.delta, "_indices"),
     (inflight.weights.receive.staging.Staging, "_receive_checked"),

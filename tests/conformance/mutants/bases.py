@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import inflight.engines.embedded.parameters
 import inflight.http.server
 import inflight.weights.receive.base_weights
 import inflight.weights.receive.staging
@@ -112,6 +113,22 @@ def unchecked_if(is_exempt: Callable[[WeightUpdate, Any], bool]) -> Any:
         return endpoint
 
     return infect
+
+
+def experts_in_place(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Assemble the matrices of experts in the memory of the served ones."""
+    stored: Any = inflight.engines.embedded.parameters.StoredTensors
+    own = stored.assemble
+
+    def faulty(self: Any, tensors: Any, present: Any) -> Any:
+        assembled = own(self, tensors, present)
+        return [
+            (owner, whole if self._parts[owner] == (owner,) else present(owner).detach().copy_(whole))
+            for owner, whole in assembled
+        ]
+
+    stored.assemble = faulty
+    return endpoint
 
 
 def receives_ahead_without_the_lease(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
@@ -240,6 +257,12 @@ MUTANTS = (
         "U-18",
         "An update that is not kept replaces the bytes of the one that is reported as kept.",
         noting(_moved_base),
+    ),
+    Mutant(
+        "experts in place",
+        "U-76",
+        "Matrices of experts are assembled in the memory of the served ones before the commit.",
+        experts_in_place,
     ),
     Mutant(
         "next bucket awaited briefly",

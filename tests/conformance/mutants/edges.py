@@ -160,6 +160,21 @@ async def chat_stream_drops_its_end(endpoint: EmbeddedEndpoint, stream: Any, req
         yield event.model_copy(update={"choices": tuple(choices)})
 
 
+@replaces("chat_completion_stream")
+async def chat_stream_ends_with_a_character(
+    endpoint: EmbeddedEndpoint, stream: Any, request: Any
+) -> AsyncIterator[Any]:
+    """Leave out a character that the last tokens of a chat stream do not complete."""
+    async for event in stream(request):
+        choices = [
+            it.model_copy(update={"delta": it.delta.model_copy(update={"content": it.delta.content.rstrip("\ufffd")})})
+            if it.finish_reason
+            else it
+            for it in event.choices
+        ]
+        yield event.model_copy(update={"choices": tuple(choices)})
+
+
 def late_completions_shifted(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Report the logprobs of a request's last completion one token late."""
 
@@ -322,6 +337,12 @@ MUTANTS = (
         "E-29",
         "The text of the token at which a chat stops is not streamed.",
         chat_stream_drops_its_end,
+    ),
+    Mutant(
+        "chats to a whole character",
+        "E-29",
+        "A chat stream leaves out the character that its last tokens do not complete.",
+        chat_stream_ends_with_a_character,
     ),
     Mutant(
         "late completions shifted",

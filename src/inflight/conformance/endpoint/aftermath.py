@@ -10,6 +10,7 @@ from inflight.conformance.checks import fail, require
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, SLOWNESS, within
 from inflight.conformance.reference import ReferenceWeights
+from inflight.contracts import InferenceEndpoint
 from inflight.errors import PoisonedError
 from inflight.wire import Completion, EndpointState, GenerateRequest, GenerateResponse, WeightVersion
 
@@ -51,11 +52,14 @@ async def require_ended_early(
     subject.note(**{f"seconds until {what} had ended": ended_s})
 
 
-async def wait_until_settled(subject: EndpointSubject, when: str, seconds: float = SLACK_S) -> WeightVersion:
-    """Return the version once no update is open. Fail the check if that takes too long."""
-    deadline = time.monotonic() + seconds
+async def wait_until_settled(
+    subject: EndpointSubject, when: str, seconds: float = SLACK_S, *, endpoint: InferenceEndpoint | None = None
+) -> WeightVersion:
+    """Return the version of the endpoint, by default the one under test, once no update is open. Fail the check if that
+    takes too long."""
+    endpoint, deadline = endpoint or subject.endpoint, time.monotonic() + seconds
     while True:
-        version = await within(SLACK_S, subject.endpoint.weight_version(), f"{when}, weight_version")
+        version = await within(SLACK_S, endpoint.weight_version(), f"{when}, weight_version")
         if version.state in (EndpointState.READY, EndpointState.POISONED):
             return version
         if time.monotonic() > deadline:

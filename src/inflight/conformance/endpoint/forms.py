@@ -27,6 +27,10 @@ LEVEL = "tokens"
 _NUM_WAITING = 3
 """Number of completions of a stream that are waiting for a slot when it is aborted."""
 _MAX_SLOTS = 256
+_NUM_CHATS = 3
+"""Number of chats that are streamed, so that the text of some completions ends within a character."""
+_NEVER = "\x00 never"
+"""The end of stop strings that never occur."""
 
 
 @check("E-23", "chat", deadline_s=40)
@@ -191,11 +195,15 @@ async def _streamed(
 @check("E-29", "chat streaming", deadline_s=40)
 @look_at("text that may still change (a partial character, the beginning of a stop string) is held back, then sent")
 async def chat_stream_is_chat(subject: EndpointSubject) -> None:
-    """A chat stream carries the tokens and the text of a chat completion."""
-    same = {"n": 4, "max_tokens": 24, **subject.repeatable(7)}
-    whole = await _require_chat_streamed(subject, same)
-    if stops := _plain_pairs(whole):
-        await _require_chat_streamed(subject, {**same, "stop": stops})
+    """A chat stream carries the tokens and the text of a chat completion, even if the text ends within a character or
+    at the beginning of a stop string."""
+    for seed in range(7, 7 + _NUM_CHATS):
+        same = {"n": 4, "max_tokens": 24, **subject.repeatable(seed)}
+        whole = await _require_chat_streamed(subject, same)
+        begun = tuple(it.message.content[-1:] + _NEVER for it in whole.choices)
+        for stops in (_plain_pairs(whole), begun):
+            if stops:
+                await _require_chat_streamed(subject, {**same, "stop": stops})
 
 
 async def _require_chat_streamed(subject: EndpointSubject, sampling: dict[str, Any]) -> ChatCompletion:

@@ -1,0 +1,68 @@
+"""Level ``weights``: updates of a mixture of experts, whose matrices many implementations merge into larger ones."""
+
+from __future__ import annotations
+
+from inflight.conformance.checks import check, look_at, require, skip
+from inflight.conformance.endpoint.aftermath import wait_until_settled
+from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.models import make_tiny_model
+from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights
+from inflight.contracts import InferenceEndpoint
+from inflight.wire import EndpointState
+
+LEVEL = "weights"
+_NUM_TOKENS = 24
+
+
+@check("U-76", "fresh updates", deadline_s=90)
+@look_at("matrices of experts that are assembled in the memory of the served ones, or that keep a part of the old ones")
+async def experts_change_with_the_commit(subject: EndpointSubject) -> None:
+    """In a mixture of experts, an update changes nothing before its commit, whether or not it is staged, and an aborted
+    one changes nothing at all. After the commit, logprobs are those of the new weights."""
+    if subject.is_coarse:
+        skip("it computes in 16 bits, whose rounding changes which experts the routers choose")
+    path = make_tiny_model(subject.directory / "updated-experts", family="qwen3_moe")
+    try:
+        endpoint = (await subject.fresh(path)).endpoint
+    except Exception as error:  # a factory may raise anything for this model
+        skip(f"the endpoint does not start with a mixture of experts: {type(error).__name__}: {error}")
+    can, reference = await endpoint.capabilities(), ReferenceCheckpoint(path)
+    reference.cast(can.dtype)
+    publisher, served = subject.publisher_to(endpoint, can), reference.weights
+    gaps: list[float] = []
+    for staged in (False, True) if can.staging else (False,):
+        for is_aborted in (True, False):
+            kind = "a staged update" if staged else "an update"
+            new = reference.perturbed(f"weights of {kind}", seed=10 + len(gaps))
+            options = {"staged": staged, "session_id": f"session-{len(gaps)}", "bucket_bytes": new.size_bytes // 3}
+            update = await publisher.request(new, **options)
+            await publisher.send_all(update, new)
+            if staged:
+                gaps.append(await _gap(subject, endpoint, reference, served, f"before {kind} is committed"))
+            if not is_aborted:
+                await publisher.commit(update)
+                served = new
+                gaps.append(await _gap(subject, endpoint, reference, served, f"after {kind}"))
+                continue
+            await publisher.abort(update)
+            publisher.lose_group()
+            when = f"after the abort of {kind}"
+            if (await wait_until_settled(subject, when, endpoint=endpoint)).state is EndpointState.READY:
+                gaps.append(await _gap(subject, endpoint, reference, served, when))
+    subject.note(largest_differences=gaps)
+
+
+async def _gap(
+    subject: EndpointSubject,
+    endpoint: InferenceEndpoint,
+    reference: ReferenceCheckpoint,
+    weights: ReferenceWeights,
+    when: str,
+) -> float:
+    """Return the largest difference between logprobs and those of ``weights``; fail if it exceeds the tolerance."""
+    prompt = [token % reference.vocab_size for token in subject.prompt()]
+    request = subject.request(prompt, max_tokens=_NUM_TOKENS)
+    completion = (await endpoint.generate(request)).completions[0]
+    gap = subject.gap(weights, request, completion, reference)
+    require(gap <= subject.tolerance, f"{when}, logprobs of a mixture of experts differ by up to {gap:.3g} nats")
+    return gap
