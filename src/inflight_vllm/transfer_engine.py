@@ -48,7 +48,7 @@ def register() -> None:
     """Register the backend and its methods in this vLLM process. vLLM calls this in each of its processes."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    from inflight_vllm import engine_core, streamed_versions
+    from inflight_vllm import engine_core, stop_strings, streamed_versions
 
     known = WeightTransferEngineFactory._registry if hasattr(WeightTransferEngineFactory, "_registry") else {}
     if BACKEND not in known:
@@ -58,6 +58,7 @@ def register() -> None:
     WorkerBase.inflight_load = _load
     engine_core.register()
     streamed_versions.register()
+    stop_strings.register()
     WorkerBase.inflight_record_history = record_history
 
 

@@ -23,6 +23,7 @@ _LAYER_INFO = "vllm.model_executor.model_loader.reload.types.LayerReloadingInfo"
 RECEIVERS: Mapping[str, Mapping[str, str]] = {
     "engine_core": {"core": _CORE, "core.model_executor": "vllm.v1.executor.abstract.Executor"},
     "streamed_versions": {"state": "vllm.v1.engine.output_processor.RequestState"},
+    "stop_strings": {"self": "vllm.v1.engine.detokenizer.FastIncrementalDetokenizer"},
     "transfer_engine": {
         "worker": _WORKER,
         "vllm_config": _CONFIG,

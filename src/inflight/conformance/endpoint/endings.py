@@ -43,6 +43,8 @@ _LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
 """Characters of three bytes each; all the bytes are different."""
 _SPACES = "y \n\t"
 """A letter followed by white space."""
+_IN_THE_PROMPT = "never"
+"""A stop string that occurs in a prompt only."""
 _TEXT, _ENDS = "abcdefghij\x00l", "d\x00"
 """A text that a model samples, and the bytes of it that end a sequence. One of these is token 0."""
 _PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
@@ -186,6 +188,14 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
             what = f"stop string {stop!r}, which {where}, among {words}"
             _require_ended(found, ends_at, 48, what)
             ends.append(len(found.token_ids))
+    # Sampled tokens complete the character at the end of the prompt, which contains a stop string.
+    prompt = [*start, *_IN_THE_PROMPT.encode(), _LONG_CHARACTERS.encode()[0]]
+    found = await subject.generate(prompt, endpoint=endpoint, max_tokens=24, temperature=0.0, stop=(_IN_THE_PROMPT,))
+    text = f"a completion of 24 tokens after a prompt that contains the stop string {_IN_THE_PROMPT!r} and ends within"
+    require(
+        len(found.token_ids) == 24 and found.finish_reason == "length",
+        f"{text} a character ended after {len(found.token_ids)} tokens with {found.finish_reason!r}",
+    )
     subject.note(tokens_of_a_known_text=ends)
 
 

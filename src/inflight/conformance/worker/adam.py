@@ -19,8 +19,9 @@ from inflight.conformance.worker.gathering import Weights, gathered
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.refusals import words_of
 from inflight.conformance.worker.subject import WorkerSubject
-from inflight.contracts import TrainerWorker
+from inflight.contracts import AdjustableWorker, TrainerWorker
 from inflight.errors import ConfigError, UnsupportedError
+from inflight.types import AdamSettings
 
 LEVEL = "step"
 _EMBEDDING = "model.embed_tokens.weight"
@@ -170,6 +171,7 @@ def the_rate_follows_the_schedule(subject: WorkerSubject) -> None:
         subject.note(learning_rates=judged)
     wanted = {name: [_rate_at(version, it) for version in range(_TAKEN[name])] for name, it in _SCHEDULES.items()}
     wanted["none"] = [_RATE] * _TOTAL
+    _require_rate_after_settings(subject)
     if all(_are_equal(rates, [_RATE] * len(rates)) for rates in judged.values()):
         skip("it has no schedule: every step has the full learning rate, whatever warmup_steps and schedule are")
     subject.note(expected={name: wanted[name] for name in judged})
@@ -188,6 +190,23 @@ def _rates(subject: WorkerSubject, schedule: Mapping[str, Any], num_steps: int) 
         return None
     results = take_steps(worker, [make_batch((7,), seed=750 + number) for number in range(num_steps)])
     return [result.learning_rate for result in results]
+
+
+def _require_rate_after_settings(subject: WorkerSubject) -> None:
+    """Fail unless a step with settings of its own counts as a step of the schedule. All ranks call this."""
+    try:
+        worker, own = (subject.create(**_unless_given(subject, {**_OPTIMIZER, **_SCHEDULE})) for _ in range(2))
+    except (ConfigError, UnsupportedError):
+        return
+    if not (isinstance(worker, AdjustableWorker) and worker.takes_step_settings):
+        return
+    batches = [make_batch((7,), seed=760 + number) for number in range(_WARMUP + 1)]
+    expected = [result.learning_rate for result in take_steps(own, batches)]
+    accumulate(worker, batches[:1])
+    worker.step(AdamSettings(learning_rate=_RATE / 3))
+    found = [_RATE / 3, *(result.learning_rate for result in take_steps(worker, batches[1:]))]
+    words = f"after a step with a learning rate of its own, the rates are {found}, not those of the schedule"
+    require(_are_equal(found[1:], expected[1:]), f"{words}, {expected}")
 
 
 def _rate_at(version: int, schedule: Mapping[str, Any]) -> float:

@@ -198,6 +198,9 @@ def a_broken_checkpoint_changes_nothing(subject: WorkerSubject) -> None:
         elif not _is_refused_or_exact(subject, worker, before, saved, path, damage.what):
             _train(worker, subject, 1)
     require(any(damage.must_be_refused for damage in damages), "save() wrote no file that could be truncated")
+    if isinstance(worker, AdjustableWorker) and worker.takes_step_settings:
+        what = "a path with nothing at it, without the optimizer"
+        _require_refused(subject, worker, gathered(worker), nowhere, what, optimizer=False)
     _require_optimizer_kept(subject, worker)
 
 
@@ -276,9 +279,11 @@ def load_drops_pending_gradients(subject: WorkerSubject) -> None:
         subject.compare_norm(worker, expected, what)
 
 
-def _require_refused(subject: WorkerSubject, worker: TrainerWorker, before: Weights, path: Path, what: str) -> None:
+def _require_refused(
+    subject: WorkerSubject, worker: TrainerWorker, before: Weights, path: Path, what: str, **options: bool
+) -> None:
     """Fail unless a load raises CheckpointError on every rank and changes nothing at version 2. All ranks call this."""
-    error = error_of(partial(worker.load, path))
+    error = error_of(partial(worker.load, path, **options))
     changed, version = differing(before, gathered(worker)), worker.version
     subject.note(**{what: words_of(error)})
     refused = isinstance(error, CheckpointError)

@@ -114,8 +114,8 @@ def one_rank_alone_yields_its_boxes(subject: WorkerSubject) -> None:
 @check("W-72", "ranks", deadline_s=40)
 @look_at("copies that are kept from an earlier call, and whether steps and loads wait for readers to finish")
 def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
-    """local_weights() yields the weights of the current step, even if the next step or a load is requested before it is
-    exhausted or closed: that step or load waits."""
+    """local_weights() yields the weights of the current step, even if the next step or a load is requested before every
+    such iterator is exhausted or closed: that step or load waits."""
     worker, shardings = _create_sharded(subject)
     path = subject.fresh_path("read")
     worker.save(path)
@@ -125,7 +125,14 @@ def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
             next(local)
         take_steps(worker, [make_batch((14, 8), seed=720 + 10 * num_steps + subject.data_rank)])
     accumulate(worker, [make_batch((14, 8), seed=740 + subject.data_rank)])
-    _require_equal(subject, worker, shardings, "while the next step waits", change=worker.step)
+    other = worker.local_weights(plan_buckets(worker.parameter_specs(), 4096))
+    next(other)
+
+    def step() -> None:
+        other.close()  # the weights are still read through the iterator that was opened later
+        worker.step()
+
+    _require_equal(subject, worker, shardings, "while the next step waits", change=step)
     _require_equal(subject, worker, shardings, "while a load waits", change=partial(worker.load, path))
 
 
