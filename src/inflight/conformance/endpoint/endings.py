@@ -107,8 +107,8 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes any of its stop strings, even if the string ends within that token
     or each of its characters takes several tokens. That token is listed with its logprob, and the finish reason is
-    stop. A stop string is matched literally; one that occurs or begins in the prompt, or in an earlier part of the
-    completion, does not end the completion."""
+    stop. A stop string is matched literally, in the text without special tokens; one that occurs or begins in the
+    prompt, or in an earlier part of the completion, does not end the completion."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")
@@ -276,9 +276,10 @@ async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> N
 
 
 def completing(tokenizer: Any, stop: str, completion: Completion) -> list[int]:
-    """Return the index of each token of a completion such that the text up to this token contains a stop string."""
+    """Return the index of each token of a completion such that the text up to this token contains a stop string. Special
+    tokens have no text."""
     ids = completion.token_ids
-    return [i for i in range(len(ids)) if stop in tokenizer.decode(list(ids[: i + 1]))]
+    return [i for i in range(len(ids)) if stop in tokenizer.decode(list(ids[: i + 1]), skip_special_tokens=True)]
 
 
 @check("E-21", "model", deadline_s=60)
