@@ -87,7 +87,7 @@ def make(path: Path) -> EmbeddedEndpoint:
         max_model_len=model.config.max_position_embeddings,
         max_concurrent=64,
         eos_token_ids=[model.config.eos_token_id],
-        decode=lambda ids: str(tokenizer.decode(ids)),
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         compiler=recording,
     )
     return EmbeddedEndpoint(engine, model, name=path.name, chat=ChatFormat(tokenizer, engine.limits.max_model_len))

@@ -276,8 +276,10 @@ async def _require_prompt_ignored(subject: EndpointSubject, tokenizer: Any) -> N
 
 
 def completing(tokenizer: Any, stop: str, completion: Completion) -> list[int]:
-    """Return the index of each token of a completion such that the text up to this token contains a stop string. Special
-    tokens have no text."""
+    """Return the index of each token of a completion such that the text up to this token contains a stop string.
+
+    Special tokens have no text.
+    """
     ids = completion.token_ids
     return [i for i in range(len(ids)) if stop in tokenizer.decode(list(ids[: i + 1]), skip_special_tokens=True)]
 

@@ -79,7 +79,7 @@ def load_endpoint(
         max_model_len=longest,
         max_concurrent=max_concurrent,
         eos_token_ids=_eos_token_ids(model, tokenizer),
-        decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(ids)),
+        decode=None if tokenizer is None else lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         kv_cache_bytes=kv_cache_bytes,
         compiler=compiler_for(chosen) if compile else None,
         drafts=DraftSource(drafts) if isinstance(drafts, str) else drafts,

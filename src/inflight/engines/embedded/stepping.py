@@ -206,7 +206,8 @@ class StepRunner:
     def _hit_stop_string(self, sequence: Sequence) -> bool:
         assert self._decode is not None
         longest = max(len(stop.encode()) for stop in sequence.request.sampling.stop)
-        tail = self._decode(sequence.token_ids[-(longest + 4) :])
+        # Special tokens have no text, so more tokens are decoded than the longest stop string has bytes.
+        tail = self._decode(sequence.token_ids[-(2 * longest + 16) :])
         return any(stop in tail for stop in sequence.request.sampling.stop)
 
 
