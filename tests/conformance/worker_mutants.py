@@ -2057,6 +2057,48 @@ class OptimizerResetFirst(FsdpWorker):
         super().load(path, optimizer=optimizer)
 
 
+class OptimizerResetBeforeWeights(FsdpWorker):
+    """A load of the weights alone resets the optimizer before it reads them."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        if not optimizer:
+            self._optimizer.reset()
+        super().load(path, optimizer=optimizer)
+
+
+class StepsWithSettingsUncounted(RateOfTheNextStep):
+    """The schedule does not count steps with settings."""
+
+    _num_uncounted = 0
+
+    def step(self, settings: AdamSettings | None = None) -> StepResult:
+        result = super().step(settings)
+        self._num_uncounted += settings is not None
+        return result
+
+    def counted(self) -> int:
+        return self._version - self._num_uncounted
+
+
+class ReadByOne(FsdpWorker):
+    """The end of one iterator of `local_weights` counts as the end of all."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        readers = self._readers
+        reading = readers.reading
+
+        @contextlib.contextmanager
+        def one_reading() -> Iterator[None]:
+            with reading():
+                try:
+                    yield
+                finally:
+                    readers._num_readers = 1
+
+        readers.reading = one_reading  # type: ignore[method-assign]
+
+
 class KeepsTheOldOne(FsdpWorker):
     """A save does not remove the checkpoint that it replaces."""
 
@@ -2484,6 +2526,15 @@ MUTANTS = {
     "loads_during_a_save": Mutant(LoadsDuringASave, "W-77", "`load` does not wait for a save in the background"),
     "second_save_dropped": Mutant(
         SecondSaveDropped, "W-77", "`begin_save` does nothing if an earlier save is still in progress"
+    ),
+    "read_by_one": Mutant(
+        ReadByOne, "W-72", "the end of one iterator of `local_weights` counts as the end of all", num_ranks=2
+    ),
+    "steps_with_settings_uncounted": Mutant(
+        StepsWithSettingsUncounted, "W-75", "the schedule does not count steps with settings"
+    ),
+    "optimizer_reset_before_weights": Mutant(
+        OptimizerResetBeforeWeights, "W-40", "a load of the weights alone resets the optimizer before it reads them"
     ),
     "loads_while_read": Mutant(LoadsWhileRead, "W-72", "`load` changes boxes that are being read", num_ranks=2),
     "waits_for_closed": Mutant(

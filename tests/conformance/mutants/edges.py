@@ -231,6 +231,21 @@ def searched_by_characters(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def prompts_within_a_character_searched(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Search the text of the prompt too, as soon as sampled tokens complete the character at its end."""
+    steps: Any = endpoint._engine.steps
+
+    def faulty(sequence: Any) -> bool:
+        request = sequence.request
+        prompt, ids = list(request.prompt_token_ids)[-32:], list(sequence.token_ids)
+        if steps._decode(prompt).endswith("\ufffd") and not steps._decode([*prompt, *ids]).endswith("\ufffd"):
+            ids = [*prompt, *ids]
+        return any(stop in steps._decode(ids) for stop in request.sampling.stop)
+
+    steps._hit_stop_string = faulty
+    return endpoint
+
+
 def searched_without_outer_space(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Strip the white space around the text before searching it."""
     steps: Any = endpoint._engine.steps
@@ -440,6 +455,12 @@ MUTANTS = (
         "E-20",
         "Only as many of the latest tokens are searched as the longest stop string has characters.",
         searched_by_characters,
+    ),
+    Mutant(
+        "prompts within a character searched",
+        "E-20",
+        "Stop strings are also searched in a prompt that ends within a character.",
+        prompts_within_a_character_searched,
     ),
     Mutant(
         "stop strings without outer space",
