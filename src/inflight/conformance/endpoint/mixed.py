@@ -71,8 +71,7 @@ async def mixed_requests(subject: EndpointSubject) -> None:
     chain, clients = UpdateChain(subject), (subject.endpoint, await subject.another_client())
     first, policies = supported_kinds(subject)[0], subject.pausing_policies()
     can_abandon = await _abandon(subject, chain, first, policies[0])
-    if not can_abandon:  # the endpoint is POISONED
-        await chain.publish(first, policies[0])
+    await chain.publish(first, policies[0])  # what was kept before may be lost, and the endpoint may be POISONED
     for policy in policies:
         traffic = _Traffic(subject, clients, chain, policy, _ABANDONED if can_abandon else 0.0)
         await traffic.run()
