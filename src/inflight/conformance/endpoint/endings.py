@@ -107,8 +107,8 @@ async def require_each_stopped(subject: EndpointSubject, seed: int) -> None:
 async def stop_strings(subject: EndpointSubject) -> None:
     """A completion ends at the token that completes any of its stop strings, even if the string ends within that token
     or each of its characters takes several tokens. That token is listed with its logprob, and the finish reason is
-    stop. A stop string is matched literally, in the text without special tokens; one that occurs or begins in the
-    prompt, or in an earlier part of the completion, does not end the completion."""
+    stop. A stop string is matched literally; one that occurs or begins in the prompt, or in an earlier part of the
+    completion, does not end the completion."""
     tokenizer = subject.reference.tokenizer
     if tokenizer is None:
         skip("the checkpoint has no tokenizer")

@@ -103,8 +103,10 @@ class _Traffic:
         self._abandoned, self._num_abandoned = abandoned, 0
         self._random = random.Random(f"{_SEED}-{policy}")
         self._answers: list[SentAnswer] = []
-        self._has_text = subject.reference.tokenizer is not None and subject.capabilities.chat
-        """Whether requests may have stop strings."""
+        tokenizer = subject.reference.tokenizer if subject.capabilities.chat else None
+        special = "" if tokenizer is None else "".join(tokenizer.all_special_tokens)
+        self._letters = [] if tokenizer is None else [it for it in string.ascii_letters if it not in special]
+        """Letters that may be stop strings. The contract does not specify whether special tokens have text."""
         self._free_ids: list[str] = []
         """Ids of requests that have ended."""
         self._is_over = False
@@ -235,8 +237,8 @@ class _Traffic:
             sampling["n"] = 1  # some engines refuse several completions that would all be the same
         if draw.random() < 0.3:
             sampling["stop_token_ids"] = tuple(draw.sample(range(subject.capabilities.vocab_size), _STOPS))
-        if draw.random() < 0.2 and self._has_text:
-            sampling["stop"] = tuple(draw.sample(string.ascii_letters, _STOP_STRINGS))
+        if draw.random() < 0.2 and len(self._letters) >= _STOP_STRINGS:
+            sampling["stop"] = tuple(draw.sample(self._letters, _STOP_STRINGS))
         if draw.random() < 0.2 and not subject.is_coarse:  # rounding changes which tokens are the likeliest
             sampling["top_k"] = draw.choice((2, 20))
         request = subject.request(self._prompt(), **sampling)
