@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import json
-import mmap
 import os
 import threading
 import time
@@ -31,8 +29,8 @@ from inflight.types import WeightBucket
 from inflight.wire import DirectorySpec, HttpFileSpec, UpdateRef, WeightUpdate
 
 LEVEL = "bytes"
-_RUN_ID = ".a run/7% \u00fc"
-_SESSION = "try_2.a-b"
+RUN_ID = ".a run/7% \u00fc"
+SESSION = "try_2.a-b"
 _NUM_LATER = 3
 """Number of later updates after which an update that is not leased has been removed."""
 _LEASE, _LEASE_OF_ANOTHER = "lease-0123456789abcdef", "lease-fedcba9876543210"
@@ -55,7 +53,7 @@ class _Tree(ABC):
     """The files of one run, as a reader sees them."""
 
     def __init__(self) -> None:
-        self._run = "%2E" + quote(_RUN_ID[1:], safe="")
+        self._run = "%2E" + quote(RUN_ID[1:], safe="")
 
     @abstractmethod
     def read(self, *names: str) -> bytes | None:
@@ -118,7 +116,7 @@ def stored_files_have_their_form(t: TransportSubject) -> None:
     Files that another implementation wrote are read if they have this format, and refused if they belong to another
     bucket or are links. Over HTTP, a reader whose connection is cut continues where it stopped, unless the file has
     been replaced, and bytes that arrive slowly do not extend its timeout."""
-    (spec,) = t.sender.specs(_RUN_ID, [1], FORM_S)
+    (spec,) = t.sender.specs(RUN_ID, [1], FORM_S)
     receiver = t.receiver(GroupMember(spec))
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
     if isinstance(spec, HttpFileSpec):
@@ -151,7 +149,8 @@ def _require_form(t: TransportSubject, tree: _Tree, receiver: WeightReceiver) ->
     t.note(updates=[*names, lower])
 
 
-def _buckets(number: int) -> list[WeightBucket]:
+def example_buckets(number: int) -> list[WeightBucket]:
+    """Return two small buckets of tensors of several dtypes and shapes, whose values depend on ``number``."""
     values = torch.arange(12, dtype=torch.float32) + 100 * number
     mixed = [
         values[:6].view(2, 3),
@@ -165,9 +164,9 @@ def _buckets(number: int) -> list[WeightBucket]:
 
 def _require_stored(t: TransportSubject, tree: _Tree, receiver: WeightReceiver, number: int) -> str:
     """Send an update of two buckets, require that its files have the documented format, and return its name."""
-    buckets = _buckets(number)
-    update = update_of(buckets, 10 + number, _SESSION if number % 2 else "").model_copy(update={"run_id": _RUN_ID})
-    name = f"{update.version}-{_SESSION}" if number % 2 else f"{update.version}"
+    buckets = example_buckets(number)
+    update = update_of(buckets, 10 + number, SESSION if number % 2 else "").model_copy(update={"run_id": RUN_ID})
+    name = f"{update.version}-{SESSION}" if number % 2 else f"{update.version}"
     previous = tree.message("latest.json")
     t.sender.begin(update)
     receiver.begin(update.ref)
@@ -197,12 +196,13 @@ def _require_stored(t: TransportSubject, tree: _Tree, receiver: WeightReceiver, 
     return name
 
 
-def _data(bucket: WeightBucket) -> bytes:
+def data_of(bucket: WeightBucket) -> bytes:
+    """Return the bytes of all tensors of a bucket, in order."""
     return b"".join(bytes(bytes_of(tensor).numpy().tobytes()) for tensor in bucket.tensors)
 
 
 def _listed(bucket: WeightBucket) -> dict[str, Any]:
-    data = _data(bucket)
+    data = data_of(bucket)
     digest = xxhash.xxh3_128_hexdigest(data)
     return {"file": f"{bucket.index:05}.safetensors", "size_bytes": len(data), "checksum": digest, "encoding": "raw"}
 
@@ -228,7 +228,7 @@ def _require_safetensors(content: bytes | None, ref: UpdateRef, bucket: WeightBu
     require(found == due, f"the header of {what} is {json.dumps(found)[:400]}, not {json.dumps(due)[:400]}")
     in_order = [name for name in found if name != "__metadata__"]
     require(in_order == [spec.name for spec in bucket.specs], f"{what} has its tensors in the order {in_order}")
-    require(content[start:] == _data(bucket), f"{what} contains other bytes than those of the tensors that were sent")
+    require(content[start:] == data_of(bucket), f"{what} contains other bytes than those of the tensors that were sent")
 
 
 def _require_kept(tree: _Tree, names: Sequence[str]) -> None:
@@ -281,7 +281,7 @@ def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
     """Require that a bucket arrives whose first connections are cut in the middle, and that a receive ends at its
     timeout if bytes arrive too slowly."""
     bucket = bucket_of(torch.arange(_CUT_BYTES, dtype=torch.float32))
-    update = update_of([bucket], 50).model_copy(update={"run_id": _RUN_ID})
+    update = update_of([bucket], 50).model_copy(update={"run_id": RUN_ID})
     with _proxy_to(spec.url) as (proxy, url):
         receiver = t.receiver(GroupMember(spec.model_copy(update={"url": url})))
         t.start(receiver.join, "the join over a proxy").result(FORM_S)
@@ -317,7 +317,7 @@ def _require_not_mixed(
     (receive,) = t.start_receives([receiver], bucket)
     receive.has_ended(_REPLACED_S)
     other = bucket_of(*(tensor + 0.5 for tensor in bucket.tensors))
-    t.sender.begin(update_of([other], update.version).model_copy(update={"run_id": _RUN_ID}))
+    t.sender.begin(update_of([other], update.version).model_copy(update={"run_id": RUN_ID}))
     results([t.start_send(other)], FORM_S + SLACK_S)
     proxy.cut_after_bytes, proxy.num_cuts, proxy.bytes_per_s = 0, _NUM_CUT, None
     ending = receive.ending(FORM_S + SLACK_S)
@@ -366,8 +366,8 @@ def _require_lease_ends(t: TransportSubject, tree: _Directory, receiver: WeightR
 
 def _require_incomplete_without_a_bucket(t: TransportSubject, tree: _Directory) -> None:
     """Require that an update is not complete if one of its buckets could not be written."""
-    buckets, latest = _buckets(30), tree.message("latest.json")
-    update = update_of(buckets, 90).model_copy(update={"run_id": _RUN_ID})
+    buckets, latest = example_buckets(30), tree.message("latest.json")
+    update = update_of(buckets, 90).model_copy(update={"run_id": RUN_ID})
     t.sender.begin(update)
     blocked = tree.path / "90" / "00000.safetensors"
     (blocked / "in the way").mkdir(parents=True)
@@ -380,9 +380,9 @@ def _require_incomplete_without_a_bucket(t: TransportSubject, tree: _Directory) 
 def _require_foreign_files_are_read(t: TransportSubject, tree: _Directory, receiver: WeightReceiver) -> None:
     """Require that a bucket's file that the kit has written is received, unless it belongs to another bucket or is a
     link."""
-    bucket = _buckets(20)[0]
-    ref = UpdateRef(run_id=_RUN_ID, version=77, session_id=_SESSION)
-    path = tree.path / f"77-{_SESSION}" / "00000.safetensors"
+    bucket = example_buckets(20)[0]
+    ref = UpdateRef(run_id=RUN_ID, version=77, session_id=SESSION)
+    path = tree.path / f"77-{SESSION}" / "00000.safetensors"
     path.parent.mkdir()
     other = path.with_name("elsewhere")
     faults = {key: {key: value} for key, value in (("run_id", "other"), ("version", "76"), ("bucket", "1"))}
@@ -391,7 +391,7 @@ def _require_foreign_files_are_read(t: TransportSubject, tree: _Directory, recei
         header["__metadata__"].update(changed)
         text = json.dumps(header, separators=(", ", ": ")).encode()
         path.unlink(missing_ok=True)
-        other.write_bytes(len(text).to_bytes(8, "little") + text + _data(bucket))
+        other.write_bytes(len(text).to_bytes(8, "little") + text + data_of(bucket))
         if what == "a link":
             path.symlink_to(other)
         else:
@@ -406,78 +406,3 @@ def _require_foreign_files_are_read(t: TransportSubject, tree: _Directory, recei
         arrived = results([receive], FORM_S + SLACK_S)[0]
         is_same = all(bytes_of(a).equal(bytes_of(b)) for a, b in zip(arrived, bucket.tensors, strict=True))
         require(is_same, "a safetensors file that the kit wrote was received with other bytes")
-
-
-@check("T-44", "shared-memory", deadline_s=30)
-@look_at("the directory's mode and lock; the fields of a record; whether the sender tries to lock an arena")
-def stored_buckets_have_their_records(t: TransportSubject) -> None:
-    """In shared memory, the sender's directory has mode 0700 and contains a file that the sender holds locked; every
-    stored bucket of the open update has the documented record, and begins at a page boundary. An arena on which a
-    reader holds a lock is not written again, and the directory is removed with the group."""
-    (member,) = t.members([1])
-    receiver = t.receiver(member)
-    results(t.start_joins([receiver]), FORM_S + SLACK_S)
-    assert isinstance(member.spec, DirectorySpec)
-    directory = Path(member.spec.directory)
-    mode = directory.stat().st_mode & 0o777
-    require(mode == 0o700, f"the directory has mode {mode:o}")
-    require(_is_locked(directory / "lock"), "the sender does not hold the lock of its directory")
-    held: list[tuple[int, int, bytes]] = []
-    try:
-        for number in range(2 * _NUM_LATER):
-            buckets = _buckets(number)
-            update = update_of(buckets, 10 + number, _SESSION)
-            t.sender.begin(update)
-            receiver.begin(update.ref)
-            for bucket in buckets:
-                (receive,) = t.start_receives([receiver], bucket)
-                results([receive, t.start_send(bucket)], FORM_S + SLACK_S)
-                held += _read_record(directory, update.ref, bucket, is_held=number == 1)
-            t.sender.end(is_done=True)
-        for fd, offset, data in held:
-            words = f"{2 * _NUM_LATER - 2} updates later, an arena on which a reader holds a lock has changed"
-            require(os.pread(fd, len(data), offset) == data, words)
-    finally:
-        for fd, _, _ in held:
-            os.close(fd)
-    receiver.abort()
-    t.sender.abort()
-    require(not directory.exists(), "the directory still exists after both ends have aborted the group")
-    t.note(num_updates=2 * _NUM_LATER, num_held=len(held))
-
-
-def _is_locked(path: Path) -> bool:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False
-
-
-def _read_record(
-    directory: Path, ref: UpdateRef, bucket: WeightBucket, *, is_held: bool
-) -> list[tuple[int, int, bytes]]:
-    """Require that a bucket is stored where its record says. With ``is_held``, return the arena's descriptor, which
-    holds its lock, and the position and bytes of the bucket."""
-    path, data = directory / f"{ref.version}-{ref.session_id}.{bucket.index:05}.json", _data(bucket)
-    require(path.exists(), f"bucket {bucket.index} has no record {path.name}")
-    found = json.loads(path.read_text())
-    due = {"ref": ref.model_dump(mode="json"), "index": bucket.index, "size_bytes": len(data)}
-    require(due.items() <= found.items(), f"the record {path.name} contains {found}, not {due}")
-    offset = found.get("offset", -1)
-    require(offset >= 0 and offset % mmap.PAGESIZE == 0, f"bucket {bucket.index} begins at byte {offset} of its arena")
-    fd = os.open(directory / str(found.get("arena")), os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    words = f"bucket {bucket.index} is not in {found.get('arena')} at the offset in its record"
-    try:
-        require(os.pread(fd, len(data), offset) == data, words)
-    except BaseException:
-        os.close(fd)
-        raise
-    if is_held:
-        return [(fd, offset, data)]
-    os.close(fd)
-    return []
