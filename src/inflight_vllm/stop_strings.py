@@ -10,7 +10,8 @@ from vllm.v1.engine.detokenizer import FastIncrementalDetokenizer
 
 _REPLACED = "inflight_omits_prompts"
 _MOST_TOKENS = 16
-"""Maximum number of tokens that one character takes."""
+"""Number of tokens at the end of a prompt in which the end of a character is looked for. None takes more tokens, but
+the bytes of a prompt need not be text."""
 _UNFINISHED = "\ufffd"
 
 
@@ -36,8 +37,8 @@ def register() -> None:
 
 
 def _whole_characters(tokenizer: Any, ids: list[int], skips_special: bool) -> list[int]:
-    """Return the beginning of a prompt that does not end within a character."""
-    for end in range(len(ids), 0, -1):
+    """Return the beginning of a prompt that does not end within a character; nothing if its last tokens are no text."""
+    for end in range(len(ids), max(len(ids) - _MOST_TOKENS, 0), -1):
         last = tokenizer.decode(ids[max(end - _MOST_TOKENS, 0) : end], skip_special_tokens=skips_special)
         if not last.endswith(_UNFINISHED):
             return list(ids[:end])

@@ -32,6 +32,7 @@ from inflight.conformance.endpoint import (
     sharded,
     sharing,
     staging,
+    stop_strings,
     stores,
     tokens,
     versions,
@@ -40,7 +41,7 @@ from inflight.conformance.endpoint import (
 )
 
 _CHECKS = checks_in(
-    *(discovery, tokens, sampling, drafts, images, routing, scoring, whole, endings, forms),
+    *(discovery, tokens, sampling, drafts, images, routing, scoring, whole, endings, stop_strings, forms),
     *(
         pauses,
         control,

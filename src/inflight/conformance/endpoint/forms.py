@@ -9,8 +9,9 @@ from typing import Any
 from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import until_running
-from inflight.conformance.endpoint.endings import plain_text, prompt_near_the_end
+from inflight.conformance.endpoint.endings import prompt_near_the_end
 from inflight.conformance.endpoint.repeats import require_repeated
+from inflight.conformance.endpoint.stop_strings import NEVER, plain_text
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
 from inflight.wire import (
@@ -29,8 +30,6 @@ _NUM_WAITING = 3
 _MAX_SLOTS = 256
 _NUM_CHATS = 3
 """Number of chats that are streamed, so that the text of some completions ends within a character."""
-_NEVER = "\x00 never"
-"""The end of stop strings that never occur."""
 
 
 @check("E-23", "chat", deadline_s=40)
@@ -200,7 +199,7 @@ async def chat_stream_is_chat(subject: EndpointSubject) -> None:
     for seed in range(7, 7 + _NUM_CHATS):
         same = {"n": 4, "max_tokens": 24, **subject.repeatable(seed)}
         whole = await _require_chat_streamed(subject, same)
-        begun = tuple(it.message.content[-1:] + _NEVER for it in whole.choices)
+        begun = tuple(it.message.content[-1:] + NEVER for it in whole.choices)
         for stops in (_plain_pairs(whole), begun):
             if stops:
                 await _require_chat_streamed(subject, {**same, "stop": stops})

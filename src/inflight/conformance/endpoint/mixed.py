@@ -20,10 +20,10 @@ from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require
 from inflight.conformance.endpoint.aftermath import wait_until_settled
 from inflight.conformance.endpoint.caches import SentAnswer, due_logits
-from inflight.conformance.endpoint.endings import completing
 from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.kinds import UpdateChain, UpdateKind, supported_kinds
 from inflight.conformance.endpoint.scoring import require_scores_of_spans, score_the_end
+from inflight.conformance.endpoint.stop_strings import completing
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import within
 from inflight.conformance.reference import chosen, distribution

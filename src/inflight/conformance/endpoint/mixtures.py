@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.aftermath import wait_until_settled
+from inflight.conformance.endpoint.routing import start_mixture
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights
 from inflight.contracts import InferenceEndpoint
 from inflight.wire import EndpointState
@@ -21,34 +23,31 @@ async def experts_change_with_the_commit(subject: EndpointSubject) -> None:
     one changes nothing at all. After the commit, logprobs are those of the new weights."""
     if subject.is_coarse:
         skip("it computes in 16 bits, whose rounding changes which experts the routers choose")
-    path = make_tiny_model(subject.directory / "updated-experts", family="qwen3_moe")
-    try:
-        endpoint = (await subject.fresh(path)).endpoint
-    except Exception as error:  # a factory may raise anything for this model
-        skip(f"the endpoint does not start with a mixture of experts: {type(error).__name__}: {error}")
-    can, reference = await endpoint.capabilities(), ReferenceCheckpoint(path)
+    path, endpoint, can = await start_mixture(subject)
+    reference = ReferenceCheckpoint(path)
     reference.cast(can.dtype)
     publisher, served = subject.publisher_to(endpoint, can), reference.weights
-    gaps: list[float] = []
-    for staged in (False, True) if can.staging else (False,):
-        for is_aborted in (True, False):
-            kind = "a staged update" if staged else "an update"
-            new = reference.perturbed(f"weights of {kind}", seed=10 + len(gaps))
-            options = {"staged": staged, "session_id": f"session-{len(gaps)}", "bucket_bytes": new.size_bytes // 3}
-            update = await publisher.request(new, **options)
-            await publisher.send_all(update, new)
-            if staged:
-                gaps.append(await _gap(subject, endpoint, reference, served, f"before {kind} is committed"))
-            if not is_aborted:
-                await publisher.commit(update)
-                served = new
-                gaps.append(await _gap(subject, endpoint, reference, served, f"after {kind}"))
-                continue
+    gaps: dict[str, float] = {}
+    cases = product((False, True) if can.staging else (False,), (True, False))
+    for number, (staged, is_aborted) in enumerate(cases):
+        kind = "a staged update" if staged else "an update"
+        new = reference.perturbed(f"weights of {kind}", seed=10 + number)
+        options = {"staged": staged, "session_id": f"session-{number}", "bucket_bytes": new.size_bytes // 3}
+        update = await publisher.request(new, **options)
+        await publisher.send_all(update, new)
+        if staged:
+            when = f"before {kind} is {'aborted' if is_aborted else 'committed'}"
+            gaps[when] = await _gap(subject, endpoint, reference, served, when)
+        when = f"after {kind} that was aborted" if is_aborted else f"after {kind}"
+        if is_aborted:
             await publisher.abort(update)
             publisher.lose_group()
-            when = f"after the abort of {kind}"
-            if (await wait_until_settled(subject, when, endpoint=endpoint)).state is EndpointState.READY:
-                gaps.append(await _gap(subject, endpoint, reference, served, when))
+            if (await wait_until_settled(subject, when, endpoint=endpoint)).state is EndpointState.POISONED:
+                continue
+        else:
+            await publisher.commit(update)
+            served = new
+        gaps[when] = await _gap(subject, endpoint, reference, served, when)
     subject.note(largest_differences=gaps)
 
 

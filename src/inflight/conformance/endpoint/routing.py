@@ -42,14 +42,7 @@ async def experts(subject: EndpointSubject) -> None:
     """Where routed_experts are supported, a completion whose request asks for them reports, for each token that went
     through the model, prompt included, the experts that the model's routers choose for it after the same tokens. If a
     token is recomputed under new weights, the experts that were recorded first are reported."""
-    path = make_tiny_model(subject.directory / "experts", family="qwen3_moe")
-    try:
-        endpoint = (await subject.fresh(path)).endpoint
-        can = await endpoint.capabilities()
-    except Exception as error:  # a factory may raise anything for this model
-        if subject.capabilities.routed_experts and not isinstance(error, ConfigError | UnsupportedError):
-            raise
-        skip(f"the endpoint does not start with a mixture of experts: {type(error).__name__}: {error}")
+    path, endpoint, can = await start_mixture(subject)
     if not can.routed_experts:
         skip("routed_experts are not supported, even for a mixture of experts")
     requests = []
@@ -79,6 +72,19 @@ async def experts(subject: EndpointSubject) -> None:
     require(wrong <= allowed * total, f"{wrong} of {total} choices of experts differ from those of the model's routers")
     if InFlightPolicy.RECOMPUTE in can.in_flight_policies and {"gloo", "nccl"} & set(can.transports):
         await _require_first_records(subject, path, endpoint, can)
+
+
+async def start_mixture(subject: EndpointSubject) -> tuple[Path, InferenceEndpoint, Capabilities]:
+    """Start another endpoint, which serves a mixture of experts; return the model's path, the endpoint and its
+    capabilities. Skip the check if the endpoint does not start with such a model."""
+    path = make_tiny_model(subject.directory / "experts", family="qwen3_moe")
+    try:
+        endpoint = (await subject.fresh(path)).endpoint
+        return path, endpoint, await endpoint.capabilities()
+    except Exception as error:  # a factory may raise anything for this model
+        if subject.capabilities.routed_experts and not isinstance(error, ConfigError | UnsupportedError):
+            raise
+        skip(f"the endpoint does not start with a mixture of experts: {type(error).__name__}: {error}")
 
 
 async def _require_first_records(
