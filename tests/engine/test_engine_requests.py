@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -49,10 +50,10 @@ def greedy(**sampling: object) -> GenerateRequest:
 # How completions end
 
 
-def reciting_model(path: Path, text: bytes) -> Path:
-    """A model that writes ``text``, each byte after the one before; no byte may occur twice.
+def reciting_model(path: Path, text: Sequence[int]) -> Path:
+    """A model that writes ``text``, bytes or other token ids, each after the one before; none may occur twice.
 
-    Each byte has a direction of its own, the layers add nothing, and the head maps each direction to the next byte.
+    Each token has a direction of its own, the layers add nothing, and the head maps each direction to the next token.
     """
     assert len(set(text)) == len(text)
     model = load_reference(make_model(path))
@@ -61,8 +62,8 @@ def reciting_model(path: Path, text: bytes) -> Path:
             if "layers" in name and parameter.dim() == 2:
                 parameter.zero_()
         model.lm_head.weight.zero_()
-        for i, (byte, following) in enumerate(itertools.pairwise(text)):
-            model.model.embed_tokens.weight[byte] = torch.eye(32)[i]
+        for i, (token, following) in enumerate(itertools.pairwise(text)):
+            model.model.embed_tokens.weight[token] = torch.eye(32)[i]
             model.lm_head.weight[following] = torch.eye(32)[i]
     model.save_pretrained(path)
     return path
@@ -95,6 +96,18 @@ def test_a_stop_string_is_found_when_its_characters_take_several_tokens(tmp_path
     (completion,) = generate_once(path, request)
     assert bytes(completion.token_ids) == f"b{stop}".encode()
     assert completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(("stop", "ending"), [("pad", (22, "length")), ("bc", (3, "stop"))])
+def test_special_tokens_have_no_text_that_a_stop_string_could_match(
+    tmp_path: Path, stop: str, ending: tuple[int, str]
+) -> None:
+    special = byte_tokenizer().pad_token_id
+    path = reciting_model(tmp_path / "reciting", [*b"ab", special, *b"cdefghijklmnopqrstuvw"])
+    request = make_request("r", b"a", temperature=0.0, max_tokens=22, ignore_eos=True, stop=[stop])
+    (completion,) = generate_once(path, request)
+    assert completion.token_ids[:3] == (ord("b"), special, ord("c"))
+    assert (len(completion.token_ids), completion.finish_reason) == ending
 
 
 def uniform_model(path: Path) -> Path:
