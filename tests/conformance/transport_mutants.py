@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import shutil
 import socket
@@ -40,7 +41,7 @@ from inflight.weights.transports import (
     store,
 )
 from inflight.weights.transports.bucket_records import BucketRecord, _record_name, round_up_to_pages, write_record
-from inflight.weights.transports.store import Attempt, read_text
+from inflight.weights.transports.store import Attempt, read_text, regular_file
 from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
 
 Fault = Callable[[Any], None]
@@ -1240,6 +1241,63 @@ def removes_the_directories_of_others(sender: Any) -> None:
     sender.specs = spoiled
 
 
+def aborts_no_receive_ahead(receiver: Any) -> None:
+    """`abort` does not end the receive of a bucket that is received ahead."""
+    receive_ahead, abort = receiver.receive_ahead, receiver.abort
+    is_ahead = threading.Event()
+
+    def ahead(*args: Any) -> None:
+        is_ahead.set()
+        receive_ahead(*args)
+
+    receiver.receive_ahead, receiver.abort = ahead, lambda: None if is_ahead.is_set() else abort()
+
+
+def locks_for_the_first_bucket_alone(receiver: Any) -> None:
+    """While tensors of an update's first bucket exist, later buckets are mapped without a lock."""
+    arena = receiver._arena
+
+    def spoiled(name: str) -> torch.Tensor:
+        if receiver._mapped is None or receiver._mapped[0] != name or receiver._mapped[1]() is None:
+            locked: torch.Tensor = arena(name)
+            return locked
+        with regular_file(receiver._directory, name, is_private=True) as (fd, size_bytes):
+            mapped: torch.Tensor = receiver._memory.map_memory(fd, size_bytes, receiver._spec)
+            return mapped
+
+    receiver._arena = spoiled
+
+
+def maps_arenas_for_all(receiver: Any) -> None:
+    """What a receiver writes to its tensors is written to the sender's file."""
+
+    def spoiled(fd: int, size_bytes: int, spec: TransportSpec) -> torch.Tensor:
+        again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+        try:
+            return torch.frombuffer(mmap.mmap(again, size_bytes), dtype=torch.uint8)
+        finally:
+            os.close(again)
+
+    receiver._memory.map_memory = spoiled
+
+
+def awaits_no_empty_bucket(receiver: Any) -> None:
+    receive_bytes = receiver._receive_bytes
+    receiver._receive_bytes = lambda ref, index, size_bytes, attempt: (
+        receive_bytes(ref, index, size_bytes, attempt) if size_bytes else torch.empty(0, dtype=torch.uint8)
+    )
+
+
+def follows_links_to_directories(receiver: Any) -> None:
+    fill, directory = receiver._fill, receiver._directory
+
+    def spoiled(names: Sequence[str], *others: Any) -> None:
+        receiver._directory = directory.joinpath(*names[:-1]).resolve()
+        fill(names[-1:], *others)
+
+    receiver._fill = spoiled
+
+
 def takes_any_size(receiver: Any) -> None:
     """A stored bucket is cut or filled with zeros to the size that is received."""
 
@@ -1614,6 +1672,29 @@ MUTANTS = {
     ),
     "takes any size": Mutant(
         "T-25", "shm: a stored bucket is cut to the size that is received", receiver=takes_any_size, transport="shm"
+    ),
+    "aborts no receive ahead": Mutant(
+        "T-31",
+        "`abort` does not end a receive of a bucket that is received ahead",
+        receiver=aborts_no_receive_ahead,
+    ),
+    "locks for the first bucket alone": Mutant(
+        "T-16",
+        "shm: only the tensors of an update's first bucket keep its arena locked",
+        receiver=locks_for_the_first_bucket_alone,
+        transport="shm",
+    ),
+    "maps arenas for all": Mutant(
+        "T-14", "shm: receivers map the sender's file shared", receiver=maps_arenas_for_all, transport="shm"
+    ),
+    "awaits no empty bucket": Mutant(
+        "T-20", "shm: an empty bucket is received before it is sent", receiver=awaits_no_empty_bucket, transport="shm"
+    ),
+    "follows links to directories": Mutant(
+        "T-43",
+        "file: a reader follows links to directories",
+        receiver=follows_links_to_directories,
+        transport="file",
     ),
     "at most an hour": Mutant(
         "T-21",

@@ -1192,6 +1192,23 @@ class StepsWhileRead(FsdpWorker):
         self._readers.wait = lambda what: None  # type: ignore[method-assign]
 
 
+class CountsBeforeItWaits(FsdpWorker):
+    """While a step waits for readers of the weights, the version is already that of the next weights."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        wait = self._readers.wait
+
+        def counted(what: str) -> None:
+            self._version += 1
+            try:
+                wait(what)
+            finally:
+                self._version -= 1
+
+        self._readers.wait = counted  # type: ignore[method-assign]
+
+
 class BoxesShareMemory(FsdpWorker):
     """Boxes of one bucket and shape are copied into the same memory."""
 
@@ -1283,6 +1300,13 @@ class WholeParametersKept(FsdpWorker):
         self._forget_whole_parameters = lambda: None  # type: ignore[method-assign]
         super().load(path, optimizer=optimizer)
         del self._forget_whole_parameters
+
+
+class WholeParametersKeptByLoadOfWeights(WholeParametersKept):
+    """The same, but only if the weights are loaded alone."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        (FsdpWorker if optimizer else WholeParametersKept).load(self, path, optimizer=optimizer)
 
 
 class WholeParametersKeptByStep(FsdpWorker):
@@ -2099,6 +2123,16 @@ class ReadByOne(FsdpWorker):
         readers.reading = one_reading  # type: ignore[method-assign]
 
 
+class LeavesInterruptedSaves(FsdpWorker):
+    """A save does not remove what an interrupted save has left."""
+
+    def save(self, path: Path) -> None:
+        left = path.with_name(f".{path.name}.new")
+        if self.rank == 0 and left.exists():
+            left.rename(path.with_name(f".{path.name}.left"))
+        super().save(path)
+
+
 class KeepsTheOldOne(FsdpWorker):
     """A save does not remove the checkpoint that it replaces."""
 
@@ -2293,6 +2327,12 @@ MUTANTS = {
     ),
     "betas_stick": Mutant(BetasStick, "W-63", "later steps without settings use the betas of the last settings"),
     "keeps_moments": Mutant(KeepsMoments, "W-64", "a load without the optimizer also loads the optimizer's state"),
+    "whole_parameters_kept_by_load_of_weights": Mutant(
+        WholeParametersKeptByLoadOfWeights,
+        "W-64",
+        "a load of the weights alone keeps parameters that an earlier forward pass gathered",
+        num_ranks=2,
+    ),
     "keeps_the_version": Mutant(KeepsTheVersion, "W-64", "a load without the optimizer does not change the version"),
     "settings_ignored": Mutant(
         SettingsIgnored, "W-65", "a worker that does not support settings of a step ignores them"
@@ -2400,6 +2440,9 @@ MUTANTS = {
     ),
     "boxes_kept": Mutant(BoxesKept, "W-72", "`local_weights` always yields the boxes of its first call", num_ranks=2),
     "steps_while_read": Mutant(StepsWhileRead, "W-72", "a step changes boxes that are being read", num_ranks=2),
+    "counts_before_it_waits": Mutant(
+        CountsBeforeItWaits, "W-72", "the version increases before a step has waited for readers", num_ranks=2
+    ),
     "boxes_share_memory": Mutant(BoxesShareMemory, "W-70", "boxes of one shape share memory within a bucket", 2),
     "patient_exchange": Mutant(PatientExchange, "W-73", "an exchange waits longer than its timeout", num_ranks=2),
     "nameless_exchange": Mutant(NamelessExchange, "W-73", "the error of an exchange names no rank", num_ranks=2),
@@ -2438,6 +2481,9 @@ MUTANTS = {
     "file_by_file": Mutant(FileByFile, "W-76", "`save` replaces one file after another"),
     "optimizer_last": Mutant(
         OptimizerLast, "W-76", "a checkpoint without its optimizer file is loaded without an error"
+    ),
+    "leaves_interrupted_saves": Mutant(
+        LeavesInterruptedSaves, "W-76", "a save does not remove what an interrupted one has left next to the path"
     ),
     "leaves_a_lock": Mutant(LeavesALock, "W-76", "an interrupted save blocks later ones"),
     "trusts_leftovers": Mutant(TrustsLeftovers, "W-76", "`save` treats the files of an interrupted save as its own"),

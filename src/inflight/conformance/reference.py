@@ -135,10 +135,10 @@ class ReferenceCheckpoint:
             self._perturbed = (label, seed), ReferenceWeights(label, tensors)
         return self._perturbed[1]
 
-    def rounded_again(self, weights: ReferenceWeights, dtype: str) -> ReferenceWeights:
+    def rounded_again(self, weights: ReferenceWeights, dtype: str, seed: int = 1) -> ReferenceWeights:
         """Return float32 weights in which each element is randomly larger or smaller, by a typical rounding error of
         ``dtype``."""
-        step, random = torch.finfo(getattr(torch, dtype)).eps / 4, torch.Generator().manual_seed(1)
+        step, random = torch.finfo(getattr(torch, dtype)).eps / 4, torch.Generator().manual_seed(seed)
         tensors = {
             name: tensor.float() * (1 + step * torch.randn(tensor.shape, generator=random).sign())
             for name, tensor in weights.tensors.items()

@@ -37,6 +37,23 @@ def clears_frozen_tensors(endpoint: EmbeddedEndpoint, own: Any, ready: PreparedP
     own(ready, *others)
 
 
+def keeps_the_head_of_complete_updates(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """The head's weight is looked up only after an update of all tensors."""
+    engine: Any = endpoint._engine
+    forwards, load, weights = engine.steps._forwards, engine.load, engine.weights
+    head = forwards._head
+    kept = [head.weight.detach()]
+
+    def loading(ready: PreparedParameters, *others: Any) -> None:
+        load(ready, *others)
+        if len(ready.tensors) == len(weights.by_name):
+            kept[0] = head.weight.detach()
+
+    forwards._head = lambda hidden: torch.nn.functional.linear(hidden, kept[0], head.bias)
+    engine.load = loading
+    return endpoint
+
+
 @replaces("_updates._session._reason_to_refuse")
 def freezes_what_is_missing(endpoint: EmbeddedEndpoint, own: Any, update: WeightUpdate) -> str | None:
     text: str | None = own(update)
@@ -242,6 +259,12 @@ MUTANTS = (
     Mutant("damage overlooked", "U-14", "Checksums are not compared.", overlooks_damage),
     Mutant(
         "frozen tensors cleared", "U-15", "Tensors that are not sent are zero after the update.", clears_frozen_tensors
+    ),
+    Mutant(
+        "head of complete updates",
+        "U-15",
+        "Logits are computed with the head of the latest update of all tensors.",
+        keeps_the_head_of_complete_updates,
     ),
     Mutant("LoRAs added up", "U-64", "A LoRA is added to the previous one.", adds_up_loras),
     Mutant(

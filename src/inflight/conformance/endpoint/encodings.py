@@ -49,6 +49,11 @@ async def frozen_tensors(subject: EndpointSubject) -> None:
     await subject.require_refused(call, f"an update that freezes {unknown[-1]}, which the model does not have,")
     await publisher.publish(alone, frozen=others)
     await subject.require_serves(doubled, "after an update of the final norm, all else frozen")
+    outside = {name: it for name, it in reference.perturbed("B").tensors.items() if ".layers." not in name}
+    layers = tuple(name for name in others if name not in outside)
+    await publisher.publish(ReferenceWeights("its embedding, final norm and head", outside), frozen=layers)
+    changed = ReferenceWeights("B outside the layers of A", {**reference.weights.tensors, **outside})
+    await subject.require_serves(changed, "after an update of the embedding, the final norm and the head alone")
 
 
 @check("U-16", "updates bfloat16", look_at=_DECODE)

@@ -1,6 +1,6 @@
 """The kinds of update that an endpoint may support; what must hold after an update must hold after every kind.
 
-Updates other than LoRAs change the tensors of all layers except the query projections. Query projections keep the
+Updates other than LoRAs change all tensors except the query projections. Query projections keep the
 checkpoint's values, so a partial update may freeze them at any time. LoRAs do change query projections, and a partial
 update must remove that change. Every kind changes keys and values.
 """
@@ -189,4 +189,4 @@ def _decoded(sent: ReferenceWeights, kind: UpdateKind) -> ReferenceWeights:
 
 
 def _changes(name: str) -> bool:
-    return ".layers." in name and ".q_proj." not in name
+    return ".q_proj." not in name

@@ -40,6 +40,8 @@ _FEW, _MOVED = 8, 0.75
 """Rounding may change the logprobs of all scored tokens too much if there are fewer than `_FEW`, and otherwise of at
 most the share `_MOVED`. Scored tokens are not sampled from the weights that score them, so most of them are
 unlikely."""
+_NUM_ROUNDINGS = 4
+"""How many random roundings of the weights decide whether rounding alone changes a logprob too much."""
 _NUM_UPDATES, _NUM_SCORERS = 4, 3
 
 
@@ -320,10 +322,12 @@ def _logprobs(
 
 
 def _rounded(subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest) -> Iterator[torch.Tensor]:
-    """Yield `_logprobs` with activations rounded to the endpoint's dtype, and then with weights rounded once more."""
+    """Yield `_logprobs` with activations rounded to the endpoint's dtype, and then with weights rounded once more, each
+    time in another way."""
     dtype = subject.capabilities.dtype
     yield _logprobs(subject, weights, request, dtype)
-    yield _logprobs(subject, subject.reference.rounded_again(weights, dtype), request)
+    for seed in range(1, 1 + _NUM_ROUNDINGS):
+        yield _logprobs(subject, subject.reference.rounded_again(weights, dtype, seed), request)
 
 
 def _gap(
@@ -340,7 +344,7 @@ def _gap(
     The logprobs of scored tokens, likeliest tokens and candidates are compared with ``logprobs_NV``, the reference's
     logprobs under ``weights``. In 16 bits, alternatives are left out, and so are unlikely tokens whose logprobs under
     these weights are changed too much by rounding alone: by the rounding of activations or, since that may leave a
-    logprob unchanged by chance, by another rounding of the weights.
+    logprob unchanged by chance, by other roundings of the weights.
     """
     part = slice(start, end)
     scored_N = chosen(logprobs_NV, request.token_ids[request.start :])[part]

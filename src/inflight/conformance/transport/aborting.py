@@ -51,12 +51,16 @@ def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
 
 @check("T-31", look_at="receive: an operation that cannot be interrupted must be abandoned in its own thread")
 def abort_ends_a_pending_receive(t: TransportSubject) -> None:
-    """Calling abort on a receiver from another thread ends its pending receive with TransferError."""
-    (receiver,) = t.form()
+    """Calling abort on a receiver from another thread ends its pending receive with TransferError, also that of a
+    bucket that is received ahead."""
     bucket = bucket_of(torch.zeros(10))
-    t.begin([receiver], bucket)
-    (receive,) = t.start_receives([receiver], bucket, _LONG_S)
-    _require_ended_by_abort(t, receive, receiver)
+    for is_ahead in (False, True):
+        (receiver,) = t.form()
+        t.begin([receiver], bucket)
+        if is_ahead:
+            t.receive_ahead(receiver, bucket)
+        (receive,) = t.start_receives([receiver], bucket, _LONG_S)
+        _require_ended_by_abort(t, receive, receiver)
 
 
 @check("T-41", "collective /proc", deadline_s=30)

@@ -126,14 +126,18 @@ def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
 
 @check("T-14", "3-receivers", look_at="send: it must reach all ranks, not only the first")
 def every_receiver_gets_every_byte(t: TransportSubject) -> None:
-    """Every rank of every endpoint receives every byte."""
+    """Every rank of every endpoint receives every byte, in memory of its own: what one rank writes there changes
+    neither what the others receive in this update nor what was sent."""
     for num_ranks in ([1, 1, 1], [1, 2]):
         receivers = t.form_endpoints(num_ranks)
         wrong = [0, 0, 0]
-        for _ in range(3):
-            bucket = bucket_of(tensor := torch.randn(10_007))
+        for is_last in (False, False, True):
+            bucket = bucket_of((tensor := torch.randn(10_007)).clone())
             for i, (arrived,) in enumerate(t.transfer(receivers, bucket)):
                 wrong[i] += _num_wrong(arrived, tensor)
+                if is_last:
+                    arrived.zero_()
+        require(bucket.tensors[0].equal(tensor), "a receiver's write changed the tensor that was sent")
         t.note(**{f"wrong_bytes_per_receiver_with_{len(num_ranks)}_endpoints": wrong})
         require(not any(wrong), f"bytes that differ, per receiver, of endpoints with {num_ranks} ranks: {wrong}")
         for receiver in receivers:
@@ -171,8 +175,8 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
 )
 def received_tensors_stay(t: TransportSubject) -> None:
     """Received tensors do not change when later buckets or later updates arrive, whatever their sizes and whether or
-    not they are received ahead, or when both ends abort the group. If a sender reserves memory, buckets that were
-    written there also arrive."""
+    not they are received ahead, when tensors of the same update are dropped, or when both ends abort the group. If a
+    sender reserves memory, buckets that were written there also arrive."""
     (receiver,) = t.form()
     sent: list[torch.Tensor] = []
     arrived: list[torch.Tensor] = []
@@ -187,6 +191,10 @@ def received_tensors_stay(t: TransportSubject) -> None:
             results([*receives, t.start_send(bucket)], FORM_S + SLACK_S)
             arrived += receives[0].result(0.0)
             sent += bucket.tensors
+        del receives
+        if number % 2 == 0:  # the next update has the same sizes, and may use the memory again
+            first = len(arrived) - len(buckets)
+            del arrived[first], sent[first]
         t.sender.end(is_done=True)
     receiver.abort()
     t.sender.abort()

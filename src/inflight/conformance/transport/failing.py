@@ -148,7 +148,7 @@ def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool, tim
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before, even
     if receive_ahead() was called with a longer timeout, if the group has a shorter one, or if an earlier attempt at the
-    same version has sent that bucket; a bucket that is sent late still arrives."""
+    same version has sent that bucket, or if the bucket is empty; a bucket that is sent late still arrives."""
     # The group has a shorter timeout than the receive of the bucket that is sent late, and the groups below have a
     # longer one than the receive of the bucket that is never sent.
     (receiver,) = [t.receiver(member) for member in t.members([1], _GROUP_S)]
@@ -164,21 +164,27 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     t.begin_session("first-attempt", [receiver], late)
     results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
     receiver.begin(t.ref("second-attempt"))
-    again = t.start(lambda: receiver.receive(late.specs, _TIMEOUT_S), "the receive of what an earlier attempt sent")
-    failure_of(again, _TIMEOUT_S + SLACK_S)
+    _require_nothing_arrives(t, receiver, late, "what an earlier attempt sent")
+    (receiver,) = t.form()
+    t.begin([receiver], empty := bucket_of(torch.zeros(0)))
+    _require_nothing_arrives(t, receiver, empty, "an empty bucket that was never sent")
     (receiver,) = t.form()
     t.begin_session("third-attempt", [receiver], late)
     results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
     t.sender.end(is_done=True)
     t.begin_session("third-attempt", [receiver], late)
-    again = t.start(lambda: receiver.receive(late.specs, _TIMEOUT_S), "the receive of what the previous update sent")
-    failure_of(again, _TIMEOUT_S + SLACK_S)
+    _require_nothing_arrives(t, receiver, late, "what the previous update sent")
     (receiver,) = t.form()
     t.begin([receiver], late, never)
     results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
     if isinstance(receiver, ReceivesAhead):
         receiver.receive_ahead(never.specs, 2 * (_WAIT_S + SLACK_S))
     _require_timely_failure(t, lambda: receiver.receive(never.specs, _WAIT_S), "the receive of a bucket never sent")
+
+
+def _require_nothing_arrives(t: TransportSubject, receiver: WeightReceiver, bucket: WeightBucket, what: str) -> None:
+    receive = t.start(lambda: receiver.receive(bucket.specs, _TIMEOUT_S), f"the receive of {what}")
+    failure_of(receive, _TIMEOUT_S + SLACK_S)
 
 
 @check("T-21")
@@ -368,30 +374,6 @@ def the_survivors_form_a_new_group(t: TransportSubject) -> None:
     ((arrived,),) = t.transfer(t.form(timeout_s=2.0), bucket)
     t.note(in_the_old_group=[ending.words for ending in endings], new_group_seconds=time.monotonic() - started)
     require(bytes_of(arrived).equal(bytes_of(bucket.tensors[0])), "the first bucket of the new group arrived changed")
-
-
-@check("T-27", look_at="join, send and receive before the call they need, and after abort")
-def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
-    """A call without a group raises TransferError."""
-    bucket = bucket_of(torch.zeros(3))
-    messages = {}
-
-    def refused(what: str, call: Callable[[], Any]) -> None:
-        messages[what] = str(failure_of(t.start(call, what), SLACK_S))
-
-    refused("join before specs", t.sender.join)
-    refused("send before specs", lambda: t.sender.send(bucket, 0.5))
-    (member,) = t.members([1])
-    receiver = t.receiver(member)
-    refused("send before join", lambda: t.sender.send(bucket, 0.5))
-    refused("receive before join", lambda: receiver.receive(bucket.specs, 0.5))
-    (receiver,) = t.form()
-    for end in (receiver, t.sender):
-        end.abort()
-    refused("receive after abort", lambda: receiver.receive(bucket.specs, 0.5))
-    refused("send after abort", lambda: t.sender.send(bucket, 0.5))
-    t.note(messages=messages)
-    require(all(messages.values()), "the error of a call without a group has an empty message")
 
 
 @check("T-28", look_at="where lower errors are translated")

@@ -1,9 +1,10 @@
-"""Checks of opening and forming the group over which weights are sent."""
+"""Checks of opening and forming the group over which weights are sent, and of calls without one."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -191,6 +192,30 @@ def a_join_waits_for_every_rank(t: TransportSubject) -> None:
     t.note(ended_before_the_last_rank_came=over)
     require(not over, f"these joins ended although a rank was still missing: {', '.join(over)}")
     results([t.start(receivers[2].join, "the late receiver's join"), *early], FORM_S + SLACK_S)
+
+
+@check("T-27", look_at="join, send and receive before the call they need, and after abort")
+def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
+    """A call without a group raises TransferError."""
+    bucket = bucket_of(torch.zeros(3))
+    messages = {}
+
+    def refused(what: str, call: Callable[[], Any]) -> None:
+        messages[what] = str(failure_of(t.start(call, what), SLACK_S))
+
+    refused("join before specs", t.sender.join)
+    refused("send before specs", lambda: t.sender.send(bucket, 0.5))
+    (member,) = t.members([1])
+    receiver = t.receiver(member)
+    refused("send before join", lambda: t.sender.send(bucket, 0.5))
+    refused("receive before join", lambda: receiver.receive(bucket.specs, 0.5))
+    (receiver,) = t.form()
+    for end in (receiver, t.sender):
+        end.abort()
+    refused("receive after abort", lambda: receiver.receive(bucket.specs, 0.5))
+    refused("send after abort", lambda: t.sender.send(bucket, 0.5))
+    t.note(messages=messages)
+    require(all(messages.values()), "the error of a call without a group has an empty message")
 
 
 @check("T-07", look_at="calls of torch.distributed.init_process_group and destroy_process_group")

@@ -378,30 +378,32 @@ def _require_incomplete_without_a_bucket(t: TransportSubject, tree: _Directory) 
 
 
 def _require_foreign_files_are_read(t: TransportSubject, tree: _Directory, receiver: WeightReceiver) -> None:
-    """Require that a bucket's file that the kit has written is received, unless it belongs to another bucket or is a
-    link."""
+    """Require that a bucket's file that the kit has written is received, unless it belongs to another bucket, or it or
+    one of its directories is a link."""
     bucket = example_buckets(20)[0]
     ref = UpdateRef(run_id=RUN_ID, version=77, session_id=SESSION)
     path = tree.path / f"77-{SESSION}" / "00000.safetensors"
     path.parent.mkdir()
-    other = path.with_name("elsewhere")
     faults = {key: {key: value} for key, value in (("run_id", "other"), ("version", "76"), ("bucket", "1"))}
-    for what, changed in {**faults, "a link": {}, "right": {}}.items():
+    linked = {"a link": path, "a directory that is a link": path.parent, "the run's directory is a link": tree.path}
+    for what, changed in {**faults, **{what: {} for what in linked}, "right": {}}.items():
         header = _header(ref, bucket)
         header["__metadata__"].update(changed)
         text = json.dumps(header, separators=(", ", ": ")).encode()
-        path.unlink(missing_ok=True)
-        other.write_bytes(len(text).to_bytes(8, "little") + text + data_of(bucket))
-        if what == "a link":
-            path.symlink_to(other)
-        else:
-            other.replace(path)
+        path.write_bytes(len(text).to_bytes(8, "little") + text + data_of(bucket))
+        if what in linked:
+            elsewhere = linked[what].with_name("elsewhere")
+            linked[what].rename(elsewhere)
+            linked[what].symlink_to(elsewhere)
         receiver.begin(ref)
         timeout_s = FORM_S if what == "right" else _REFUSED_S
         (receive,) = t.start_receives([receiver], bucket, timeout_s)
         if what != "right":
             error = failure_of(receive, timeout_s + SLACK_S)
             t.note(**{f"a file with a fault ({what})": str(error)})
+            if what in linked:
+                linked[what].unlink()
+                elsewhere.rename(linked[what])
             continue
         arrived = results([receive], FORM_S + SLACK_S)[0]
         is_same = all(bytes_of(a).equal(bytes_of(b)) for a, b in zip(arrived, bucket.tensors, strict=True))

@@ -137,3 +137,9 @@ def accumulate(worker: TrainerWorker, batches: Sequence[MicroBatch], scale: floa
     """Accumulate the gradients of the micro-batches."""
     for batch in batches:
         worker.backward(loss_of(worker.forward(batch), batch, scale))
+
+
+def logprobs_of(worker: TrainerWorker, batch: MicroBatch) -> torch.Tensor:
+    """Return the logprobs [T] that a worker computes without gradients, in float64, on the CPU."""
+    with torch.no_grad():
+        return worker.forward(batch).detach().double().cpu()

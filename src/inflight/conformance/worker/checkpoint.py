@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.worker.adam import create_scheduled
-from inflight.conformance.worker.batches import accumulate, make_batch, part_of, take_steps
+from inflight.conformance.worker.batches import accumulate, logprobs_of, make_batch, part_of, take_steps
 from inflight.conformance.worker.damage import damages_of, large_files
 from inflight.conformance.worker.file_events import FullDisk, listening
 from inflight.conformance.worker.gathering import Weights, compare_changes, differing, gathered
@@ -380,8 +380,7 @@ def _require_gradients_kept(subject: WorkerSubject) -> None:
 
 def _logprobs(worker: TrainerWorker, subject: WorkerSubject) -> torch.Tensor:
     """Return the logprobs [T] of this rank's micro-batch, computed without gradients."""
-    with torch.no_grad():
-        return worker.forward(make_batch((23,), seed=190 + subject.data_rank)).detach().double().cpu()
+    return logprobs_of(worker, make_batch((23,), seed=190 + subject.data_rank))
 
 
 def _train(worker: TrainerWorker, subject: WorkerSubject, *seeds: int) -> StepResult:

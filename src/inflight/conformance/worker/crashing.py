@@ -81,7 +81,8 @@ class _Instants:
 def a_save_that_ends_in_the_middle(subject: WorkerSubject) -> None:
     """Whenever a save() ends, even in the middle, its path contains the complete previous or new checkpoint, or the
     complete previous one lies next to it; if there was none, load() raises CheckpointError or loads the new one. A
-    later save() succeeds, and the same holds if that one ends in the middle."""
+    later save(), of any version, succeeds and leaves nothing else there, and the same holds if that one ends in the
+    middle."""
     worker, states = subject.create(), {}
     directory, copies = subject.fresh_path("crash"), subject.fresh_path("crash-copies")
     if subject.rank == 0:
@@ -159,9 +160,12 @@ def _require_loaded(
     weights: Mapping[str, torch.Tensor],
     what: str,
 ) -> None:
-    """Fail unless the save that ``what`` names raised no error, and its weights and version are loaded."""
+    """Fail unless the save that ``what`` names raised no error and left nothing else next to its path, and its weights
+    and version are loaded."""
     error = error or error_of(partial(worker.load, path))
     subject.require_on_all_ranks(error is None, f"{what} raises {words_of(error)}")
+    left = sorted(it.name for it in path.parent.iterdir() if it != path)
+    subject.require_on_all_ranks(not left, f"{what} leaves {shortened(left)} next to its path")
     is_right = worker.version == version and not differing(weights, gathered(worker))
     subject.require_on_all_ranks(is_right, f"{what} is loaded as something else")
 

@@ -8,12 +8,10 @@ import torch
 
 from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.worker.batches import accumulate, every_target, make_batch, take_steps
+from inflight.conformance.worker.batches import accumulate, every_target, logprobs_of, make_batch, take_steps
 from inflight.conformance.worker.gathering import differing, gathered, same_bits
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.subject import WorkerSubject
-from inflight.contracts import TrainerWorker
-from inflight.types import MicroBatch
 from inflight.weights.encode.buckets import plan_buckets
 from inflight.wire import TensorSpec
 
@@ -148,15 +146,15 @@ def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: b
     worker, batch = subject.create(tied=tied), every_target(make_batch((25,), seed=110))
     if gather_first:
         gathered(worker)
-    start_T = _logprobs(worker, batch)
+    start_T = logprobs_of(worker, batch)
     # After several steps, a forward() that ignores the last one goes unnoticed: the other steps move the logprobs too.
     num_steps = 1 if gather_first else _NUM_STEPS
     for seed in range(num_steps):
         accumulate(worker, [make_batch((14, 8), seed=111 + 10 * seed + subject.data_rank)])
         if gather_first:
-            _logprobs(worker, batch)
+            logprobs_of(worker, batch)
         worker.step()
-    end_T = _logprobs(worker, batch)
+    end_T = logprobs_of(worker, batch)
     weights = gathered(worker)
     if subject.rank != 0:
         return
@@ -180,11 +178,6 @@ def _compare_with_forward(subject: WorkerSubject, *, tied: bool, gather_first: b
         f"{num_steps} step(s) moved forward()'s logprobs by {moved:.2e}; the gathered weights move them differently, "
         f"by {apart:.2e}: some of the weights are old",
     )
-
-
-@torch.no_grad()
-def _logprobs(worker: TrainerWorker, batch: MicroBatch) -> torch.Tensor:
-    return worker.forward(batch).double()
 
 
 def _difference(found: Sequence[TensorSpec], expected: Sequence[TensorSpec]) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from inflight.base.shortened import shortened
 from inflight.conformance.checks import check, look_at, require, skip
-from inflight.conformance.worker.batches import accumulate, make_batch
+from inflight.conformance.worker.batches import accumulate, logprobs_of, make_batch
 from inflight.conformance.worker.gathering import Weights, compare_changes, differing, distance, gathered
 from inflight.conformance.worker.reference import ReferenceModel
 from inflight.conformance.worker.refusals import error_of, words_of
@@ -122,10 +122,13 @@ def _difference(subject: WorkerSubject, start: Weights, found: Weights, own_star
 
 
 @check("W-64", deadline_s=40)
-@look_at("moments and the count of steps that a load leaves in the optimizer; the schedule's position")
+@look_at(
+    "moments and the count of steps that a load leaves in the optimizer; the schedule's position; copies of parameters "
+    "that outlive a forward pass without a backward pass"
+)
 def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
     """Where a worker accepts settings with each step, load(optimizer=False) loads the weights alone: the version is 0,
-    and later steps are those of a new worker with these weights."""
+    and later forward passes and steps are those of a new worker with these weights."""
     worker, path = subject.create(), subject.fresh_path("weights-only")
     if not _is_adjustable(worker):
         skip("takes_step_settings is not supported")
@@ -140,8 +143,16 @@ def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
         reference.put(saved)
         reference.take_steps([batches], _SETTINGS[1:2])
         expected = reference.weights(saved)
-    for name, other in {"the worker that continued": worker, "a new worker": subject.create()}.items():
+    others, mine = {"the worker that continued": worker, "a new worker": subject.create()}, batches[subject.data_rank]
+    before_T = logprobs_of(worker, mine)
+    for other in others.values():
         other.load(path, optimizer=False)
+    found_T, expected_T = (logprobs_of(other, mine) for other in others.values())
+    apart, moved = (float((it_T - expected_T).abs().max()) for it_T in (found_T, before_T))
+    subject.note(logprobs_apart_after_and_before_the_load=[apart, moved])
+    words = f"after loading weights alone, logprobs of the worker that continued differ by up to {apart:.2e} nats from"
+    subject.require_on_all_ranks(apart <= subject.tolerance.logprob, f"{words} those of a new worker that did the same")
+    for name, other in others.items():
         changed, version = differing(saved, gathered(other)), other.version
         words = f"{name} is at version {version}, and these tensors differ from the saved ones: {shortened(changed)}"
         subject.require_on_all_ranks(version == 0 and not changed, words)

@@ -115,7 +115,8 @@ def one_rank_alone_yields_its_boxes(subject: WorkerSubject) -> None:
 @look_at("copies that are kept from an earlier call, and whether steps and loads wait for readers to finish")
 def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
     """local_weights() yields the weights of the current step, even if the next step or a load is requested before every
-    such iterator is exhausted or closed: that step or load waits."""
+    such iterator is exhausted or closed: that step or load waits, and until then changes neither weights nor version.
+    """
     worker, shardings = _create_sharded(subject)
     path = subject.fresh_path("read")
     worker.save(path)
@@ -247,8 +248,13 @@ def _require_equal(
     (wanted, *_) = subject.ranks.exchange(wanted)
     plan = plan_buckets(specs, 4096)
     local = worker.local_weights(plan)
-    indexes, descriptions = _read(local) if change is None else _read_during(change, local)
-    problems = []
+    versions, problems = [worker.version], []
+    if change is None:
+        indexes, descriptions = _read(local)
+    else:
+        indexes, descriptions = _read_during(change, worker, local, versions)
+    if len(set(versions)) > 1:
+        problems.append(f"the version was {versions[0]}, and {versions[1]} while the weights were still read")
     if indexes != list(range(len(plan))):
         problems.append(f"{len(plan)} buckets were requested, but these were yielded: {indexes}")
     for bucket, found in zip(plan, descriptions, strict=False):
@@ -258,7 +264,8 @@ def _require_equal(
         problems += [f"{name}: {one}, not {it}" for (name, it), one in zip(boxes, found, strict=False) if one != it]
     subject.note(**{f"boxes by rank, {when}": subject.ranks.exchange(sum(map(len, descriptions)))})
     subject.require_on_all_ranks(
-        not problems, f"{when}, {len(problems)} boxes are not those of the gathered weights: {shortened(problems, 3)}"
+        not problems,
+        f"{when}, what is read is not the gathered weights ({len(problems)} faults): {shortened(problems, 3)}",
     )
 
 
@@ -269,13 +276,17 @@ def _read(local: Iterable[WeightBucket]) -> tuple[list[int], list[list[str]]]:
 
 
 def _read_during(
-    change: Callable[[], object], local: Generator[WeightBucket, None, None]
+    change: Callable[[], object], worker: ShardedWorker, local: Generator[WeightBucket, None, None], versions: list[int]
 ) -> tuple[list[int], list[list[str]]]:
-    """Return what `_read` returns while this thread calls ``change``, which changes the weights."""
+    """Return what `_read` returns while this thread calls ``change``, which changes the weights.
+
+    Appends the version that the worker has meanwhile to ``versions``.
+    """
     first = next(local)
 
     def read() -> tuple[list[int], list[list[str]]]:
         time.sleep(_STEP_S)
+        versions.append(worker.version)
         with contextlib.closing(local):
             return _read(itertools.chain([first], local))
 
