@@ -57,7 +57,7 @@ SMOLLM2 := models/smollm2
 # Each interpreter that the tests start would compile the sources anew where no bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo demo-tiny test test-all test-oldest test-verifiers test-openenv test-agents test-tinker test-tinker-engines coverage test-engines engines vllm-sources check-vllm-sources certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs site dist bench gpu screenshots clean
+.PHONY: demo demo-tiny test test-slow slow-tests test-all test-oldest test-verifiers test-openenv test-agents test-tinker test-tinker-engines coverage test-engines engines vllm-sources check-vllm-sources certificates certificate-tinker certificate-vllm certificate-sglang certificates-trainers apart lint format types docs site dist bench gpu screenshots clean
 
 # A real pretrained model where the package index has it, the tiny one where not.
 demo: $(STAMP)
@@ -76,9 +76,16 @@ demo-tiny: $(STAMP)
 
 TESTS := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40
 
-# Every module and every check, in minutes.
+# Every module and every check, in minutes. What takes seconds each, mostly faults of real processes, is in test-slow.
 test: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE lint types
 	$(TESTS) $(PYTEST)
+
+test-slow: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE
+	$(TESTS) -m "slow and not exhaustive" $(PYTEST)
+
+# Runs the tests of both, and writes tests/slow.json. Durations depend on the machine, so it should be idle.
+slow-tests: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE
+	INFLIGHT_TESTS_SLOW=tests/slow.json $(TESTS) -m "not exhaustive" $(PYTEST)
 
 # The exhaustive grids, campaigns and soaks too, with a new interpreter for each process that a test starts.
 test-all: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE lint types

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from tests.gates import BrakedServer
 from tests.run.runs import RunProcess
 from tests.servers import ServerProcess
+from tests.slow import mark_slow, write_slow
 from tests.zygote import python, share_zygote
 
 # A machine with other work takes a second now and then; a strategy that is slow shows in the durations.
@@ -37,6 +38,18 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the slow tests before `-m` selects by marks."""
+    mark_slow(items)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Write which tests were slow."""
+    reports = [it for of_outcome in terminalreporter.stats.values() for it in of_outcome]
+    write_slow(it for it in reports if isinstance(it, pytest.TestReport))
 
 
 def pytest_collection_finish() -> None:
