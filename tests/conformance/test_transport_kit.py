@@ -96,6 +96,15 @@ def test_the_transport_of_the_docs_conforms() -> None:
             kit.run(check).raise_unless_good()
 
 
+def test_what_the_first_group_of_a_process_leaves_is_found_after_other_checks(name_file: Path) -> None:
+    with Kit(TransportTarget(factory=MAKE, options={"mutant_file": str(name_file)})) as kit:
+        name_file.write_text("keeps one listener")
+        assert kit.run(BY_ID["T-08"]).outcome is CheckOutcome.PASSED
+        verdict = kit.run(BY_ID["T-35"])
+    assert verdict.outcome is CheckOutcome.FAILED
+    assert "still listens" in verdict.message
+
+
 class _PatientSender(TcpSender):
     """Restarts the timeout of a send for each rank that it sends to."""
 

@@ -11,6 +11,7 @@ import fcntl
 import json
 import mmap
 import os
+import secrets
 import shutil
 import socket
 import tempfile
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,7 @@ from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
 
 Fault = Callable[[Any], None]
 LEFT: list[Any] = []
+ONE_LISTENER: list[socket.socket] = []
 
 
 @dataclass(frozen=True)
@@ -1298,6 +1301,80 @@ def follows_links_to_directories(receiver: Any) -> None:
     receiver._fill = spoiled
 
 
+def keeps_its_secret(sender: Any) -> None:
+    specs, drawn = sender.specs, secrets.token_hex(32)
+
+    def spoiled(*args: Any) -> Any:
+        with mock.patch.object(secrets, "token_hex", return_value=drawn):
+            return specs(*args)
+
+    sender.specs = spoiled
+
+
+def keeps_one_listener(sender: Any) -> None:
+    """A socket that the first group of a process opened is used by all of them, and never closed."""
+    join = sender.join
+
+    def spoiled() -> None:
+        if not ONE_LISTENER:
+            ONE_LISTENER.append(socket.create_server(("127.0.0.1", 0)))
+        join()
+
+    sender.join = spoiled
+
+
+def trusts_the_first_address(sender: Any) -> None:
+    """A bucket whose first tensor begins in its reserved memory is not written."""
+    allocate = sender._memory.allocate
+
+    def allocated(*args: Any) -> Any:
+        memory = allocate(*args)
+        write = memory.write
+
+        def spoiled(start: int, bucket: WeightBucket, attempt: Attempt) -> None:
+            target = memory.view(start, start + sum(it.nbytes for it in bucket.tensors))
+            if target is None or not bucket.tensors or target.data_ptr() != bucket.tensors[0].data_ptr():
+                write(start, bucket, attempt)
+
+        memory.write = spoiled
+        return memory
+
+    sender._memory.allocate = allocated
+
+
+def counts_leases_on_the_newest(sender: Any) -> None:
+    """Only the four updates with the most recently renewed leases count as leased, whichever these are."""
+    store = sender._store
+    prune = store._prune
+
+    def spoiled(run: Path) -> None:
+        leased = [it for it in run.iterdir() if it.is_dir() and bucket_files._lease_time(it)]
+        for update in sorted(leased, key=bucket_files._lease_time)[:-4]:
+            for lease in update.glob("lease-*"):
+                lease.unlink()
+        prune(run)
+
+    store._prune = spoiled
+
+
+def compares_no_first_tag(receiver: Any) -> None:
+    """The first request for a range of a file does not depend on the file's tag; only later ones do."""
+    client, of_thread = receiver._client, threading.local()
+    continue_range, request_range = client._continue, client._request_range
+
+    def continued(names: Any, part: Any, *others: Any) -> None:
+        of_thread.is_first = part.done == 0
+        continue_range(names, part, *others)
+
+    @contextlib.contextmanager
+    def requested(names: Any, start: int, stop: int, attempt: Any, tag: str | None = None) -> Any:
+        is_unchecked = tag is not None and of_thread.is_first
+        with request_range(names, start, stop, attempt, None if is_unchecked else tag) as (answer, opening):
+            yield answer, replace(opening, tag=tag) if is_unchecked else opening
+
+    client._continue, client._request_range = continued, requested
+
+
 def takes_any_size(receiver: Any) -> None:
     """A stored bucket is cut or filled with zeros to the size that is received."""
 
@@ -1672,6 +1749,28 @@ MUTANTS = {
     ),
     "takes any size": Mutant(
         "T-25", "shm: a stored bucket is cut to the size that is received", receiver=takes_any_size, transport="shm"
+    ),
+    "keeps its secret": Mutant("T-02", "all groups of a sender have one secret", keeps_its_secret),
+    "keeps one listener": Mutant(
+        "T-35", "a socket that the first group of a process opens is never closed", keeps_one_listener
+    ),
+    "trusts the first address": Mutant(
+        "T-16",
+        "shm: a bucket whose first tensor begins in reserved memory is not written there",
+        trusts_the_first_address,
+        transport="shm",
+    ),
+    "counts leases on the newest": Mutant(
+        "T-43",
+        "file: leases on the newest updates count among the four that keep others",
+        counts_leases_on_the_newest,
+        transport="file",
+    ),
+    "compares no first tag": Mutant(
+        "T-43",
+        "http: only a range that is requested again depends on the file's tag",
+        receiver=compares_no_first_tag,
+        transport="http",
     ),
     "aborts no receive ahead": Mutant(
         "T-31",

@@ -276,24 +276,26 @@ def test_a_follower_finds_the_latest_version_and_its_manifest(store: tuple[HttpF
         each.abort()
 
 
-def test_a_file_that_is_replaced_while_it_is_read_is_an_error(
-    tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["replaced", "removed"])
+def test_a_file_that_is_replaced_or_removed_while_it_is_read_is_an_error(
+    tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     sender = HttpFileSender(tmp_path)
     receiver = HttpFileReceiver(sender.specs("run", [1], 5.0)[0])
     publish(sender, UPDATE, BUCKETS)
     fill = ranges.RangeClient.fill
 
-    def replaced(self, names, *rest):  # type: ignore[no-untyped-def]
+    def changed(self, names, *rest):  # type: ignore[no-untyped-def]
         path = tmp_path.joinpath(*names)
         data = path.read_bytes()
         path.unlink()
-        path.write_bytes(data)
+        if what == "replaced":
+            path.write_bytes(data)
         return fill(self, names, *rest)
 
-    monkeypatch.setattr(ranges.RangeClient, "fill", replaced)
+    monkeypatch.setattr(ranges.RangeClient, "fill", changed)
     receiver.begin(UPDATE.ref)
-    with pytest.raises(TransferError, match="was replaced while it was read"):
+    with pytest.raises(TransferError, match=f"was {what} while it was read"):
         receiver.receive((payload(1 << 20),), 5.0)
     receiver.abort()
     sender.abort()

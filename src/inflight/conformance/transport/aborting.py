@@ -190,13 +190,12 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
     opened another group: no listening socket, no descriptor, no file, no thread. Received tensors may outlive the
     group; what they hold is then released when they are dropped. In an open group, the number of descriptors does not
     grow with every update."""
-    before = listening()
-    _use_groups(t, 2)  # a transport may create sockets, threads and files once per process
+    _use_groups(t, 2)  # a transport may create threads and files once per process
     num_before, files, num_threads = _num_open(), _files(t), threading.active_count()
     _use_groups(t, _NUM_GROUPS)
     started = time.monotonic()
     while time.monotonic() - started < SLACK_S:
-        left, num_left, more = listening() - before, _num_open() - num_before, sorted(_files(t) - files)
+        left, num_left, more = listening() - t.listening, _num_open() - num_before, sorted(_files(t) - files)
         num_more = len(_files(t)) - len(files)  # a store may keep its newest updates in place of older ones
         num_running = threading.active_count() - num_threads
         if not (left or max(num_left, num_more, num_running) >= _NUM_GROUPS):

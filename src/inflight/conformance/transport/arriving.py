@@ -175,8 +175,8 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
 )
 def received_tensors_stay(t: TransportSubject) -> None:
     """Received tensors do not change when later buckets or later updates arrive, whatever their sizes and whether or
-    not they are received ahead, when tensors of the same update are dropped, or when both ends abort the group. If a
-    sender reserves memory, buckets that were written there also arrive."""
+    not they are received ahead, when tensors of the same update are dropped, or when one end or both abort the group.
+    If a sender reserves memory, buckets that were written there also arrive, entirely or in part and in any layout."""
     (receiver,) = t.form()
     sent: list[torch.Tensor] = []
     arrived: list[torch.Tensor] = []
@@ -198,7 +198,14 @@ def received_tensors_stay(t: TransportSubject) -> None:
         t.sender.end(is_done=True)
     receiver.abort()
     t.sender.abort()
-    t.transfer(t.form(), bucket_of(torch.full((4096,), -1.0)))
+    (receiver,) = t.form()
+    for number in range(_NUM_UPDATES // 2):
+        sent.append(torch.full((4096,), -1.0 - number))
+        arrived += t.transfer([receiver], bucket_of(sent[-1]))[0]
+    receiver.abort()
+    (receiver,) = t.form()
+    for _ in range(_NUM_UPDATES):
+        t.transfer([receiver], bucket_of(torch.full((4096,), -10.0)))
     _require_reserved_buckets_arrive(t)
     wrong = [_num_wrong(*pair) for pair in zip(arrived, sent, strict=True)]
     t.note(wrong_bytes_per_bucket=wrong)
@@ -212,21 +219,24 @@ def _require_reserved_buckets_arrive(t: TransportSubject) -> None:
     (receiver,) = t.form()
     num_reserved = 0
     for number in range(_NUM_UPDATES):  # memory may become available only after earlier updates
-        buckets = [
-            bucket_of(torch.arange(n) / 3 + number + index, index=index) for index, n in enumerate(_NUM_ELEMENTS)
-        ]
+        buckets = []
+        for index, n in enumerate(_NUM_ELEMENTS):
+            tensor = (torch.arange(n) / 3 + number + index).view(2 if n % 2 == 0 else 1, -1)
+            # The first tensor is written to the memory as it is, or transposed, and another tensor may lie elsewhere.
+            others = [torch.full((n,), float(number))] if (number + index) % 3 == 2 else []
+            buckets.append(bucket_of(tensor.t() if (number + index) % 3 else tensor, *others, index=index))
         t.begin([receiver], *buckets)
-        arrived = []
+        wrong = []
         for bucket in buckets:
-            (tensor,), in_place = bucket.tensors, bucket
-            if (memory := t.sender.reserve(bucket.index, tensor.nbytes)) is not None:
-                memory.copy_(tensor.view(torch.uint8))
-                in_place = WeightBucket(bucket.index, bucket.specs, (memory.view(tensor.dtype),))
+            (tensor, *others), in_place = bucket.tensors, bucket
+            if (memory := t.sender.reserve(bucket.index, sum(it.nbytes for it in bucket.tensors))) is not None:
+                stored = memory[: tensor.nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+                stored.copy_(tensor)
+                in_place = WeightBucket(bucket.index, bucket.specs, (stored, *others))
                 num_reserved += 1
             (receive,) = t.start_receives([receiver], bucket)
             results([receive, t.start_send(in_place)], FORM_S + SLACK_S)
-            arrived += receive.result(0.0)
-        wrong = [_num_wrong(it, bucket.tensors[0]) for it, bucket in zip(arrived, buckets, strict=True)]
+            wrong.append(sum(map(_num_wrong, receive.result(0.0), bucket.tensors)))
         require(not any(wrong), f"wrong bytes in buckets that were sent from reserved memory, per bucket: {wrong}")
         t.sender.end(is_done=True)
     t.note(num_reserved=num_reserved)

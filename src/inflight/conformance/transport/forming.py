@@ -57,12 +57,15 @@ def specs_give_disjoint_consecutive_ranks(t: TransportSubject) -> None:
     "T-02", "collective", look_at="specs of the sender: what identifies a group, and what remains of the one before it"
 )
 def each_call_of_specs_opens_another_group(t: TransportSubject) -> None:
-    """Each call of specs opens a new group, which no rank of an earlier group can join; torch groups get a new name."""
+    """Each call of specs opens a new group, which no rank of an earlier group can join; torch groups get a new name
+    and a new secret."""
     (first,), (second,) = t.members([1], _LATE_S), t.members([1])
-    names = [member.spec.group_name for member in (first, second) if isinstance(member.spec, ProcessGroupSpec)]
-    if names:
+    specs = [member.spec for member in (first, second) if isinstance(member.spec, ProcessGroupSpec)]
+    names = [spec.group_name for spec in specs]
+    if specs:
         words = f"both calls named the group {names[0]!r}: a late rank of the first would join the second"
         require(len(set(names)) == 2, words)
+        require(len({spec.secret for spec in specs}) == 2, "both groups have the same secret")
     late = t.start(t.receiver(first).join, "the join of a rank of the earlier group")
     receiver, tensor = t.receiver(second), torch.randn(100)
     time.sleep(_LATE_S / 3)

@@ -25,7 +25,8 @@ _NUM_UPDATES = 6
 def stored_buckets_have_their_records(t: TransportSubject) -> None:
     """In shared memory, the sender's directory has mode 0700 and contains a file that the sender holds locked; every
     stored bucket of the open update has the documented record, and begins at a page boundary. An arena on which a
-    reader holds a lock is not written again, and the directory is removed with the group."""
+    reader holds a lock is not written again, that of an update that was not committed is removed with it, and the
+    directory is removed with the group."""
     (member,) = t.members([1])
     receiver = t.receiver(member)
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
@@ -52,6 +53,12 @@ def stored_buckets_have_their_records(t: TransportSubject) -> None:
     finally:
         for fd, _, _ in held:
             os.close(fd)
+    buckets = example_buckets(0)
+    t.sender.begin(update := update_of(buckets, 10 + _NUM_UPDATES, SESSION))
+    t.start_send(buckets[0]).result(FORM_S + SLACK_S)
+    arena = directory / json.loads(_record_of(directory, update.ref, 0).read_text())["arena"]
+    t.sender.end(is_done=False)
+    require(not arena.exists(), "the arena of an update that was not committed still exists")
     receiver.abort()
     t.sender.abort()
     require(not directory.exists(), "the directory still exists after both ends have aborted the group")
@@ -69,12 +76,16 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
+def _record_of(directory: Path, ref: UpdateRef, index: int) -> Path:
+    return directory / f"{ref.version}-{ref.session_id}.{index:05}.json"
+
+
 def _read_record(
     directory: Path, ref: UpdateRef, bucket: WeightBucket, *, is_held: bool
 ) -> list[tuple[int, int, bytes]]:
     """Require that a bucket is stored where its record says. With ``is_held``, return the arena's descriptor, which
     holds its lock, and the position and bytes of the bucket."""
-    path, data = directory / f"{ref.version}-{ref.session_id}.{bucket.index:05}.json", data_of(bucket)
+    path, data = _record_of(directory, ref, bucket.index), data_of(bucket)
     require(path.exists(), f"bucket {bucket.index} has no record {path.name}")
     found = json.loads(path.read_text())
     due = {"ref": ref.model_dump(mode="json"), "index": bucket.index, "size_bytes": len(data)}

@@ -46,6 +46,8 @@ that are cut in all."""
 _SLOW_BYTES_PER_S = 10_000
 _REPLACED_BYTES_PER_S, _REPLACED_S = 200_000, 0.6
 """Rate at which a bucket is read that another one replaces, and the time from the start of the read until then."""
+_OPENING_BYTES_PER_S = 20_000
+"""The same rate where a bucket is replaced before a reader knows its header."""
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
@@ -136,6 +138,7 @@ def _require_form(t: TransportSubject, tree: _Tree, receiver: WeightReceiver) ->
         names.append(_require_stored(t, tree, receiver, number))
         tree.lease(names[2], _LEASE_OF_ANOTHER)
     _require_kept(tree, names)
+    names += _require_four_leased_kept(t, tree, receiver, [*names[1:3], *names[-2:]])
     lower = _require_stored(t, tree, receiver, _LOWER)
     words = f"update {lower}, which was stored after updates of higher versions, has been removed"
     require(tree.message(lower, "manifest.json") is not None, words)
@@ -143,7 +146,7 @@ def _require_form(t: TransportSubject, tree: _Tree, receiver: WeightReceiver) ->
         _require_answers(tree, names[-1])
         _require_lease_renewed(t, tree, receiver)
     if isinstance(tree, _Directory):
-        _require_lease_ends(t, tree, receiver, names[1])
+        _require_lease_ends(t, tree, receiver, names[2])
         _require_foreign_files_are_read(t, tree, receiver)
         _require_incomplete_without_a_bucket(t, tree)
     t.note(updates=[*names, lower])
@@ -242,6 +245,26 @@ def _require_kept(tree: _Tree, names: Sequence[str]) -> None:
         require(not left, f"temporary files are left: {left}")
 
 
+def _require_four_leased_kept(
+    t: TransportSubject, tree: _Tree, receiver: WeightReceiver, names: list[str]
+) -> list[str]:
+    """Require that four leased updates are kept besides the newest two, even if one of these is leased too.
+
+    Returns the names of the updates that were stored. Two of the four must be leased already.
+    """
+    leases = [f"lease-{i:016x}" for i in range(3)]
+    for name, lease in zip(names[2:], leases, strict=False):
+        tree.lease(name, lease)
+    first = _NUM_LATER + 2
+    later = [_require_stored(t, tree, receiver, number) for number in (first, first + 1)]
+    tree.lease(later[-1], leases[-1])
+    later.append(_require_stored(t, tree, receiver, first + 2))
+    lost = [name for name in [*names, *later[1:]] if tree.message(name, "manifest.json") is None]
+    words = f"{names} are leased, {later[1:]} are the newest, and the former of these is leased too"
+    require(not lost, f"{words}, but {lost} have been removed")
+    return later
+
+
 def _require_answers(tree: _Url, name: str) -> None:
     """Require the statuses and headers that readers over HTTP depend on."""
     file = (name, "00001.safetensors")
@@ -297,7 +320,8 @@ def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
         (receive,) = t.start_receives([receiver], bucket, _REFUSED_S)
         error = failure_of(receive, _REFUSED_S + SLACK_S)
         t.note(bytes_that_arrive_too_slowly=str(error), seconds=receive.ending(0.0).seconds)
-        _require_not_mixed(t, proxy, receiver, bucket, update)
+        _require_not_mixed(t, proxy, receiver, bucket, update, _OPENING_BYTES_PER_S, num_cuts=0)
+        _require_not_mixed(t, proxy, receiver, bucket, update, _REPLACED_BYTES_PER_S, num_cuts=_NUM_CUT)
         receiver.abort()
     t.note(connections_cut=num_cut)
     require(num_cut > 0, "no connection to the spec's url carried the bucket")
@@ -308,20 +332,28 @@ def _require_continued(t: TransportSubject, spec: HttpFileSpec) -> None:
 
 
 def _require_not_mixed(
-    t: TransportSubject, proxy: TcpProxy, receiver: WeightReceiver, bucket: WeightBucket, update: WeightUpdate
+    t: TransportSubject,
+    proxy: TcpProxy,
+    receiver: WeightReceiver,
+    bucket: WeightBucket,
+    update: WeightUpdate,
+    bytes_per_s: int,
+    num_cuts: int,
 ) -> None:
     """Require that a receive either returns one of two buckets unmixed or raises TransferError, if another attempt
-    replaces the first bucket with the second while it is being read, and the connection is then cut."""
-    proxy.bytes_per_s = _REPLACED_BYTES_PER_S
+    replaces the first bucket with the second while it is being read at this rate, and connections are then cut."""
+    t.sender.begin(update)
+    results([t.start_send(bucket)], FORM_S + SLACK_S)
+    proxy.bytes_per_s = bytes_per_s
     receiver.begin(update.ref)
     (receive,) = t.start_receives([receiver], bucket)
     receive.has_ended(_REPLACED_S)
     other = bucket_of(*(tensor + 0.5 for tensor in bucket.tensors))
     t.sender.begin(update_of([other], update.version).model_copy(update={"run_id": RUN_ID}))
     results([t.start_send(other)], FORM_S + SLACK_S)
-    proxy.cut_after_bytes, proxy.num_cuts, proxy.bytes_per_s = 0, _NUM_CUT, None
+    proxy.cut_after_bytes, proxy.num_cuts, proxy.bytes_per_s = 0 if num_cuts else None, num_cuts, None
     ending = receive.ending(FORM_S + SLACK_S)
-    proxy.num_cuts = 0
+    proxy.cut_after_bytes, proxy.num_cuts = None, 0
     if isinstance(ending.error, TransferError):
         t.note(bucket_that_is_replaced_while_it_is_read=str(ending.error))
         return
@@ -355,7 +387,7 @@ def _proxy_to(url: str) -> Iterator[tuple[TcpProxy, str]]:
 
 def _require_lease_ends(t: TransportSubject, tree: _Directory, receiver: WeightReceiver, name: str) -> None:
     """Require that an update is removed once its lease has not been renewed for too long."""
-    lease = tree.path / name / _LEASE
+    lease = tree.path / name / _LEASE_OF_ANOTHER
     old = lease.stat().st_mtime - _LEASED_S - 5.0
     os.utime(lease, (old, old))
     for number in range(10, 12):

@@ -14,7 +14,7 @@ from inflight.conformance.checks import fail, skip
 from inflight.conformance.targets import TransportTarget
 from inflight.conformance.transport.pair import RUN_ID, GroupMember, open_pair, update_of
 from inflight.conformance.transport.peer import READY_S, Peer, PeerSetup
-from inflight.conformance.transport.sockets import can_list_sockets
+from inflight.conformance.transport.sockets import can_list_sockets, listening
 from inflight.contracts import ReceivesAhead, WeightReceiver, WeightSender
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
@@ -44,6 +44,8 @@ class TransportSubject:
         self._spare: Peer | None = None
         """The process of the next peer, already started."""
         self._version = 0
+        self.listening = listening() if can_list_sockets() else set()
+        """The addresses and ports on which this process listened before it opened any group."""
         self.evidence: dict[str, Any] = {}
 
     @property

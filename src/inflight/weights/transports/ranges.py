@@ -191,6 +191,8 @@ class RangeClient:
         status = answer.status
         if status == 404:
             answer.read(_MOST_WORDS)
+            if tag is not None:
+                raise attempt.failed(f"{self.where(names)} was removed while it was read")
             raise NotThereError(self.where(names))
         if status in (408, 429) or status >= 500:
             raise _CutError(f"the server answered {status}")
