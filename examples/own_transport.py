@@ -94,7 +94,7 @@ class TcpSender(_End, WeightSender):
             self.listener = self.take(socket.create_server((self.address, 0)))
         except OSError as error:
             raise TransferError(f"listening on {self.address} failed: {error}") from error
-        self.is_open, self.ranks, self.num_ranks = True, [], sum(num_ranks)
+        self.is_open, self.ranks, self.num_ranks, self.ref = True, [], sum(num_ranks), None
         self.token, self.timeout_s = secrets.token_hex(16), timeout_s
         port = self.listener.getsockname()[1]
         spec = TcpSpec(

@@ -89,7 +89,6 @@ def test_stores_conform_in_what_does_not_need_ranks_that_meet(store: str) -> Non
     assert skipped == {check.id for check in CHECKS if of_others & set(check.needs)}
 
 
-@pytest.mark.exhaustive
 def test_the_transport_of_the_docs_conforms() -> None:
     with Kit(TransportTarget(factory="examples.own_transport:TCP")) as kit:
         for check in CHECKS:
