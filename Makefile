@@ -76,14 +76,15 @@ demo-tiny: $(STAMP)
 
 TESTS := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40
 
-# Every module and every check, in minutes. What takes seconds each, mostly faults of real processes, is in test-slow.
+# Every module and every check, in minutes. Tests that take more than two seconds each, many of which inject faults into
+# real processes, are in test-slow.
 test: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE lint types
 	$(TESTS) $(PYTEST)
 
 test-slow: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE
 	$(TESTS) -m "slow and not exhaustive" $(PYTEST)
 
-# Runs the tests of both, and writes tests/slow.json. Durations depend on the machine, so it should be idle.
+# Runs the tests of both targets and writes tests/slow.json. Use an idle machine: other work changes the durations.
 slow-tests: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE
 	INFLIGHT_TESTS_SLOW=tests/slow.json $(TESTS) -m "not exhaustive" $(PYTEST)
 

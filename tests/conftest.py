@@ -42,12 +42,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the slow tests before `-m` selects by marks."""
+    """Mark the slow tests before `-m` selects tests by their marks."""
     mark_slow(items)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Write which tests were slow."""
+    """Write the list of slow tests, if the session is asked for it."""
     reports = [it for of_outcome in terminalreporter.stats.values() for it in of_outcome]
     write_slow(it for it in reports if isinstance(it, pytest.TestReport))
 

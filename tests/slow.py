@@ -1,8 +1,8 @@
 """Which tests are slow: `make test` leaves them out, `make test-slow` runs them, and CI runs both.
 
-    INFLIGHT_TESTS_SLOW=tests/slow.json python -m pytest -m "not exhaustive"
+This command writes slow.json, which lists the slow tests and the seconds that each of them took:
 
-writes slow.json, which lists the slow tests with the seconds that each took in that session.
+    INFLIGHT_TESTS_SLOW=tests/slow.json python -m pytest -m "not exhaustive"
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import pytest
 
 FILE = Path(__file__).with_suffix(".json")
 SLOW_S = 2.0
-"""A test is slow if it takes more than this many seconds beside others, on two cores."""
+"""A test is slow if it takes more than this many seconds while other tests run at the same time, on two cores."""
 NEVER_SLOW = (
     "tests/conformance/test_endpoint_kit.py::test_the_embedded_endpoint_passes",  # every check of endpoints
     "tests/conformance/test_worker_kit.py::test_the_fsdp_worker_passes",  # every check of workers
     "tests/pretrained/test_smollm2.py",  # the only tests of a pretrained model
-    "tests/unit/test_dispatcher.py",  # the live run and the simulation decide alike
+    "tests/unit/test_dispatcher.py",  # the live run and the simulation make the same decisions
 )
-"""Beginnings of the ids of tests that `make test` always runs: nothing else covers what they do."""
+"""Prefixes of the ids of tests that `make test` always runs: no other test covers what they do."""
 _VARIABLE = "INFLIGHT_TESTS_SLOW"
 
 
 def mark_slow(items: Iterable[pytest.Item]) -> None:
-    """Mark the slow tests."""
+    """Mark the tests that slow.json lists as slow."""
     slow = json.loads(FILE.read_text())
     for item in items:
         if item.nodeid in slow:
@@ -36,7 +36,7 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
 
 
 def write_slow(reports: Iterable[pytest.TestReport]) -> None:
-    """Write which tests of this session were slow, if the session is asked for it."""
+    """Write the slow tests of this session to the file that `INFLIGHT_TESTS_SLOW` names, if it is set."""
     if _VARIABLE not in os.environ:
         return
     seconds: dict[str, float] = {}

@@ -1312,7 +1312,7 @@ def keeps_its_secret(sender: Any) -> None:
 
 
 def keeps_one_listener(sender: Any) -> None:
-    """A socket that the first group of a process opened is used by all of them, and never closed."""
+    """All groups of a process share a socket that the first one opens and that is never closed."""
     join = sender.join
 
     def spoiled() -> None:
@@ -1324,7 +1324,7 @@ def keeps_one_listener(sender: Any) -> None:
 
 
 def trusts_the_first_address(sender: Any) -> None:
-    """A bucket whose first tensor begins in its reserved memory is not written."""
+    """A bucket is not written if its first tensor lies at the start of its reserved memory."""
     allocate = sender._memory.allocate
 
     def allocated(*args: Any) -> Any:
@@ -1343,7 +1343,7 @@ def trusts_the_first_address(sender: Any) -> None:
 
 
 def counts_leases_on_the_newest(sender: Any) -> None:
-    """Only the four updates with the most recently renewed leases count as leased, whichever these are."""
+    """Only the four updates with the most recently renewed leases count as leased, even if they include the newest."""
     store = sender._store
     prune = store._prune
 
@@ -1358,7 +1358,7 @@ def counts_leases_on_the_newest(sender: Any) -> None:
 
 
 def compares_no_first_tag(receiver: Any) -> None:
-    """The first request for a range of a file does not depend on the file's tag; only later ones do."""
+    """The first request for a range of a file is not conditional on the file's tag; only later ones are."""
     client, of_thread = receiver._client, threading.local()
     continue_range, request_range = client._continue, client._request_range
 
@@ -1750,25 +1750,25 @@ MUTANTS = {
     "takes any size": Mutant(
         "T-25", "shm: a stored bucket is cut to the size that is received", receiver=takes_any_size, transport="shm"
     ),
-    "keeps its secret": Mutant("T-02", "all groups of a sender have one secret", keeps_its_secret),
+    "keeps its secret": Mutant("T-02", "all groups of a sender share one secret", keeps_its_secret),
     "keeps one listener": Mutant(
         "T-35", "a socket that the first group of a process opens is never closed", keeps_one_listener
     ),
     "trusts the first address": Mutant(
         "T-16",
-        "shm: a bucket whose first tensor begins in reserved memory is not written there",
+        "shm: a bucket is not written if its first tensor lies at the start of its reserved memory",
         trusts_the_first_address,
         transport="shm",
     ),
     "counts leases on the newest": Mutant(
         "T-43",
-        "file: leases on the newest updates count among the four that keep others",
+        "file: leases on the newest updates count towards the limit of four",
         counts_leases_on_the_newest,
         transport="file",
     ),
     "compares no first tag": Mutant(
         "T-43",
-        "http: only a range that is requested again depends on the file's tag",
+        "http: only requests that continue a range depend on the file's tag",
         receiver=compares_no_first_tag,
         transport="http",
     ),
@@ -1784,7 +1784,10 @@ MUTANTS = {
         transport="shm",
     ),
     "maps arenas for all": Mutant(
-        "T-14", "shm: receivers map the sender's file shared", receiver=maps_arenas_for_all, transport="shm"
+        "T-14",
+        "shm: receivers map the sender's file as shared, writable memory",
+        receiver=maps_arenas_for_all,
+        transport="shm",
     ),
     "awaits no empty bucket": Mutant(
         "T-20", "shm: an empty bucket is received before it is sent", receiver=awaits_no_empty_bucket, transport="shm"

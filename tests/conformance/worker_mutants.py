@@ -1303,7 +1303,7 @@ class WholeParametersKept(FsdpWorker):
 
 
 class WholeParametersKeptByLoadOfWeights(WholeParametersKept):
-    """The same, but only if the weights are loaded alone."""
+    """Like `WholeParametersKept`, but only if the weights are loaded alone."""
 
     def load(self, path: Path, *, optimizer: bool = True) -> None:
         (FsdpWorker if optimizer else WholeParametersKept).load(self, path, optimizer=optimizer)
@@ -2124,7 +2124,7 @@ class ReadByOne(FsdpWorker):
 
 
 class LeavesInterruptedSaves(FsdpWorker):
-    """A save does not remove what an interrupted save has left."""
+    """A save does not remove the files that an interrupted save has left."""
 
     def save(self, path: Path) -> None:
         left = path.with_name(f".{path.name}.new")

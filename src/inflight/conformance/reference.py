@@ -137,7 +137,7 @@ class ReferenceCheckpoint:
 
     def rounded_again(self, weights: ReferenceWeights, dtype: str, seed: int = 1) -> ReferenceWeights:
         """Return float32 weights in which each element is randomly larger or smaller, by a typical rounding error of
-        ``dtype``."""
+        ``dtype``; ``seed`` selects which elements grow."""
         step, random = torch.finfo(getattr(torch, dtype)).eps / 4, torch.Generator().manual_seed(seed)
         tensors = {
             name: tensor.float() * (1 + step * torch.randn(tensor.shape, generator=random).sign())

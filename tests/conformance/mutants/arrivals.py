@@ -38,7 +38,7 @@ def clears_frozen_tensors(endpoint: EmbeddedEndpoint, own: Any, ready: PreparedP
 
 
 def keeps_the_head_of_complete_updates(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
-    """The head's weight is looked up only after an update of all tensors."""
+    """The head's weight is looked up again only after an update of all tensors."""
     engine: Any = endpoint._engine
     forwards, load, weights = engine.steps._forwards, engine.load, engine.weights
     head = forwards._head
@@ -263,7 +263,7 @@ MUTANTS = (
     Mutant(
         "head of complete updates",
         "U-15",
-        "Logits are computed with the head of the latest update of all tensors.",
+        "Logits are computed with the head of the latest complete update.",
         keeps_the_head_of_complete_updates,
     ),
     Mutant("LoRAs added up", "U-64", "A LoRA is added to the previous one.", adds_up_loras),

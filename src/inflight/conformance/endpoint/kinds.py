@@ -1,8 +1,8 @@
 """The kinds of update that an endpoint may support; what must hold after an update must hold after every kind.
 
-Updates other than LoRAs change all tensors except the query projections. Query projections keep the
-checkpoint's values, so a partial update may freeze them at any time. LoRAs do change query projections, and a partial
-update must remove that change. Every kind changes keys and values.
+Updates other than LoRAs change all tensors except the query projections. Query projections keep the checkpoint's
+values, so a partial update may freeze them at any time. LoRAs do change query projections, and a partial update must
+remove that change. Every kind changes keys and values.
 """
 
 from __future__ import annotations

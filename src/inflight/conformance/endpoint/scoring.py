@@ -41,7 +41,8 @@ _FEW, _MOVED = 8, 0.75
 most the share `_MOVED`. Scored tokens are not sampled from the weights that score them, so most of them are
 unlikely."""
 _NUM_ROUNDINGS = 4
-"""How many random roundings of the weights decide whether rounding alone changes a logprob too much."""
+"""Number of random roundings of the weights that are tried to decide whether rounding alone changes a logprob too
+much."""
 _NUM_UPDATES, _NUM_SCORERS = 4, 3
 
 
@@ -322,8 +323,8 @@ def _logprobs(
 
 
 def _rounded(subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest) -> Iterator[torch.Tensor]:
-    """Yield `_logprobs` with activations rounded to the endpoint's dtype, and then with weights rounded once more, each
-    time in another way."""
+    """Yield `_logprobs` with activations rounded to the endpoint's dtype, and then several times with weights rounded
+    once more, differently each time."""
     dtype = subject.capabilities.dtype
     yield _logprobs(subject, weights, request, dtype)
     for seed in range(1, 1 + _NUM_ROUNDINGS):

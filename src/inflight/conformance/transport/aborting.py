@@ -51,8 +51,8 @@ def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
 
 @check("T-31", look_at="receive: an operation that cannot be interrupted must be abandoned in its own thread")
 def abort_ends_a_pending_receive(t: TransportSubject) -> None:
-    """Calling abort on a receiver from another thread ends its pending receive with TransferError, also that of a
-    bucket that is received ahead."""
+    """Calling abort on a receiver from another thread ends its pending receive with TransferError, even if the
+    bucket is received ahead."""
     bucket = bucket_of(torch.zeros(10))
     for is_ahead in (False, True):
         (receiver,) = t.form()

@@ -127,7 +127,7 @@ def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
 @check("T-14", "3-receivers", look_at="send: it must reach all ranks, not only the first")
 def every_receiver_gets_every_byte(t: TransportSubject) -> None:
     """Every rank of every endpoint receives every byte, in memory of its own: what one rank writes there changes
-    neither what the others receive in this update nor what was sent."""
+    neither what the others receive in the same update nor what was sent."""
     for num_ranks in ([1, 1, 1], [1, 2]):
         receivers = t.form_endpoints(num_ranks)
         wrong = [0, 0, 0]
@@ -174,9 +174,10 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
     "different sizes are stored; memory that abort or reserve reuses"
 )
 def received_tensors_stay(t: TransportSubject) -> None:
-    """Received tensors do not change when later buckets or later updates arrive, whatever their sizes and whether or
-    not they are received ahead, when tensors of the same update are dropped, or when one end or both abort the group.
-    If a sender reserves memory, buckets that were written there also arrive, entirely or in part and in any layout."""
+    """Received tensors do not change when later buckets or later updates arrive (whatever their sizes, and whether or
+    not they are received ahead), when other tensors of the same update are dropped, or when one or both ends abort the
+    group. If a sender reserves memory, buckets that were written there, entirely or in part and in any layout, also
+    arrive."""
     (receiver,) = t.form()
     sent: list[torch.Tensor] = []
     arrived: list[torch.Tensor] = []
@@ -192,7 +193,7 @@ def received_tensors_stay(t: TransportSubject) -> None:
             arrived += receives[0].result(0.0)
             sent += bucket.tensors
         del receives
-        if number % 2 == 0:  # the next update has the same sizes, and may use the memory again
+        if number % 2 == 0:  # the next update has the same sizes, and may reuse the memory
             first = len(arrived) - len(buckets)
             del arrived[first], sent[first]
         t.sender.end(is_done=True)
@@ -222,7 +223,7 @@ def _require_reserved_buckets_arrive(t: TransportSubject) -> None:
         buckets = []
         for index, n in enumerate(_NUM_ELEMENTS):
             tensor = (torch.arange(n) / 3 + number + index).view(2 if n % 2 == 0 else 1, -1)
-            # The first tensor is written to the memory as it is, or transposed, and another tensor may lie elsewhere.
+            # The first tensor is written to the memory unchanged or transposed; a second tensor may lie elsewhere.
             others = [torch.full((n,), float(number))] if (number + index) % 3 == 2 else []
             buckets.append(bucket_of(tensor.t() if (number + index) % 3 else tensor, *others, index=index))
         t.begin([receiver], *buckets)

@@ -148,8 +148,8 @@ def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool, tim
 def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before, even
     if receive_ahead() was called with a longer timeout, if the group has a shorter one, or if an earlier attempt at the
-    same version has sent that bucket; a bucket that is sent late still arrives. This also holds for an empty bucket
-    that a store does not contain."""
+    same version has sent that bucket; a bucket that is sent late still arrives. A receive of an empty bucket that a
+    store does not contain fails in the same way."""
     # The group has a shorter timeout than the receive of the bucket that is sent late, and the groups below have a
     # longer one than the receive of the bucket that is never sent.
     (receiver,) = [t.receiver(member) for member in t.members([1], _GROUP_S)]
@@ -166,7 +166,7 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
     receiver.begin(t.ref("second-attempt"))
     _require_nothing_arrives(t, receiver, late, "what an earlier attempt sent")
-    if not t.sender.is_collective:  # otherwise, no bytes may stand for an empty bucket
+    if not t.sender.is_collective:  # a collective transport may send nothing for an empty bucket
         (receiver,) = t.form()
         t.begin([receiver], empty := bucket_of(torch.zeros(0)))
         _require_nothing_arrives(t, receiver, empty, "an empty bucket that was never stored")

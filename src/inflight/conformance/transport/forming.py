@@ -1,4 +1,4 @@
-"""Checks of opening and forming the group over which weights are sent, and of calls without one."""
+"""Checks of opening and forming the group over which weights are sent, and of calls without a group."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ _NUM_UPDATES = 6
 def stored_buckets_have_their_records(t: TransportSubject) -> None:
     """In shared memory, the sender's directory has mode 0700 and contains a file that the sender holds locked; every
     stored bucket of the open update has the documented record, and begins at a page boundary. An arena on which a
-    reader holds a lock is not written again, that of an update that was not committed is removed with it, and the
-    directory is removed with the group."""
+    reader holds a lock is not written again. The arena of an update that is not committed is removed when the update
+    ends, and the directory is removed with the group."""
     (member,) = t.members([1])
     receiver = t.receiver(member)
     results(t.start_joins([receiver]), FORM_S + SLACK_S)

@@ -45,9 +45,9 @@ _CUT_BYTES, _NUM_CUT = 300_000, 3
 that are cut in all."""
 _SLOW_BYTES_PER_S = 10_000
 _REPLACED_BYTES_PER_S, _REPLACED_S = 200_000, 0.6
-"""Rate at which a bucket is read that another one replaces, and the time from the start of the read until then."""
+"""Rate at which a bucket is read that is replaced meanwhile, and the time from the start of the read until then."""
 _OPENING_BYTES_PER_S = 20_000
-"""The same rate where a bucket is replaced before a reader knows its header."""
+"""The same rate for a bucket that is replaced before the reader has read its header."""
 _CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
@@ -111,13 +111,13 @@ class _Url(_Tree):
     "latest.json appear; which updates are removed"
 )
 def stored_files_have_their_form(t: TransportSubject) -> None:
-    """The files of an update have the documented names and contents: a bucket is a safetensors file, and once
-    every bucket has been written, the manifest appears and latest.json names the update. If a bucket could not be
+    """The files of an update have the documented names and contents: a bucket is a safetensors file, and once every
+    bucket has been written, the manifest appears and latest.json names the update. If a bucket could not be
     written, neither happens. The newest complete updates, whatever their versions, and those that are leased are
-    kept, and others are removed. A lease can be renewed.
-    Files that another implementation wrote are read if they have this format, and refused if they belong to another
-    bucket or are links. Over HTTP, a reader whose connection is cut continues where it stopped, unless the file has
-    been replaced, and bytes that arrive slowly do not extend its timeout."""
+    kept, and others are removed. A lease can be renewed. Files that another implementation wrote are read if they
+    have this format, and refused if they belong to another bucket, are links, or lie in a directory that is one.
+    Over HTTP, a reader whose connection is cut continues where it stopped, unless the file has been replaced, and
+    bytes that arrive slowly do not extend its timeout."""
     (spec,) = t.sender.specs(RUN_ID, [1], FORM_S)
     receiver = t.receiver(GroupMember(spec))
     results(t.start_joins([receiver]), FORM_S + SLACK_S)
@@ -248,9 +248,9 @@ def _require_kept(tree: _Tree, names: Sequence[str]) -> None:
 def _require_four_leased_kept(
     t: TransportSubject, tree: _Tree, receiver: WeightReceiver, names: list[str]
 ) -> list[str]:
-    """Require that four leased updates are kept besides the newest two, even if one of these is leased too.
+    """Require that four leased updates are kept in addition to the newest two, even if one of those is leased too.
 
-    Returns the names of the updates that were stored. Two of the four must be leased already.
+    Two of the four must already be leased. Returns the names of the updates that this function stores.
     """
     leases = [f"lease-{i:016x}" for i in range(3)]
     for name, lease in zip(names[2:], leases, strict=False):
@@ -260,7 +260,7 @@ def _require_four_leased_kept(
     tree.lease(later[-1], leases[-1])
     later.append(_require_stored(t, tree, receiver, first + 2))
     lost = [name for name in [*names, *later[1:]] if tree.message(name, "manifest.json") is None]
-    words = f"{names} are leased, {later[1:]} are the newest, and the former of these is leased too"
+    words = f"updates {names} are leased, {later[1:]} are the newest, and the first of those is leased too"
     require(not lost, f"{words}, but {lost} have been removed")
     return later
 
@@ -341,7 +341,8 @@ def _require_not_mixed(
     num_cuts: int,
 ) -> None:
     """Require that a receive either returns one of two buckets unmixed or raises TransferError, if another attempt
-    replaces the first bucket with the second while it is being read at this rate, and connections are then cut."""
+    replaces the first bucket with the second while it is being read at ``bytes_per_s``, and ``num_cuts`` connections
+    are then cut."""
     t.sender.begin(update)
     results([t.start_send(bucket)], FORM_S + SLACK_S)
     proxy.bytes_per_s = bytes_per_s
@@ -410,14 +411,14 @@ def _require_incomplete_without_a_bucket(t: TransportSubject, tree: _Directory) 
 
 
 def _require_foreign_files_are_read(t: TransportSubject, tree: _Directory, receiver: WeightReceiver) -> None:
-    """Require that a bucket's file that the kit has written is received, unless it belongs to another bucket, or it or
-    one of its directories is a link."""
+    """Require that a bucket's file that the kit has written is received, unless it belongs to another bucket, or the
+    file or one of its parent directories is a link."""
     bucket = example_buckets(20)[0]
     ref = UpdateRef(run_id=RUN_ID, version=77, session_id=SESSION)
     path = tree.path / f"77-{SESSION}" / "00000.safetensors"
     path.parent.mkdir()
     faults = {key: {key: value} for key, value in (("run_id", "other"), ("version", "76"), ("bucket", "1"))}
-    linked = {"a link": path, "a directory that is a link": path.parent, "the run's directory is a link": tree.path}
+    linked = {"a link": path, "in a directory that is a link": path.parent, "in a run that is a link": tree.path}
     for what, changed in {**faults, **{what: {} for what in linked}, "right": {}}.items():
         header = _header(ref, bucket)
         header["__metadata__"].update(changed)

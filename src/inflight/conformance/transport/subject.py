@@ -45,7 +45,7 @@ class TransportSubject:
         """The process of the next peer, already started."""
         self._version = 0
         self.listening = listening() if can_list_sockets() else set()
-        """The addresses and ports on which this process listened before it opened any group."""
+        """The addresses and ports on which this process was listening before it opened any group."""
         self.evidence: dict[str, Any] = {}
 
     @property

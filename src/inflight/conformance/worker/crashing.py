@@ -81,8 +81,8 @@ class _Instants:
 def a_save_that_ends_in_the_middle(subject: WorkerSubject) -> None:
     """Whenever a save() ends, even in the middle, its path contains the complete previous or new checkpoint, or the
     complete previous one lies next to it; if there was none, load() raises CheckpointError or loads the new one. A
-    later save(), of any version, succeeds and leaves nothing else there, and the same holds if that one ends in the
-    middle."""
+    later save() of any version succeeds and leaves nothing else next to the path; the same holds if that save ends in
+    the middle."""
     worker, states = subject.create(), {}
     directory, copies = subject.fresh_path("crash"), subject.fresh_path("crash-copies")
     if subject.rank == 0:

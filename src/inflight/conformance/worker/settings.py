@@ -128,7 +128,7 @@ def _difference(subject: WorkerSubject, start: Weights, found: Weights, own_star
 )
 def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
     """Where a worker accepts settings with each step, load(optimizer=False) loads the weights alone: the version is 0,
-    and later forward passes and steps are those of a new worker with these weights."""
+    and later forward passes and steps give the results of a new worker with these weights."""
     worker, path = subject.create(), subject.fresh_path("weights-only")
     if not _is_adjustable(worker):
         skip("takes_step_settings is not supported")
@@ -150,8 +150,9 @@ def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
     found_T, expected_T = (logprobs_of(other, mine) for other in others.values())
     apart, moved = (float((it_T - expected_T).abs().max()) for it_T in (found_T, before_T))
     subject.note(logprobs_apart_after_and_before_the_load=[apart, moved])
-    words = f"after loading weights alone, logprobs of the worker that continued differ by up to {apart:.2e} nats from"
-    subject.require_on_all_ranks(apart <= subject.tolerance.logprob, f"{words} those of a new worker that did the same")
+    words = f"after load(optimizer=False), logprobs of the worker that continued differ by up to {apart:.2e} nats"
+    is_close = apart <= subject.tolerance.logprob
+    subject.require_on_all_ranks(is_close, f"{words} from those of a new worker that loaded the same weights")
     for name, other in others.items():
         changed, version = differing(saved, gathered(other)), other.version
         words = f"{name} is at version {version}, and these tensors differ from the saved ones: {shortened(changed)}"

@@ -115,8 +115,8 @@ def one_rank_alone_yields_its_boxes(subject: WorkerSubject) -> None:
 @look_at("copies that are kept from an earlier call, and whether steps and loads wait for readers to finish")
 def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
     """local_weights() yields the weights of the current step, even if the next step or a load is requested before every
-    such iterator is exhausted or closed: that step or load waits, and until then changes neither weights nor version.
-    """
+    such iterator is exhausted or closed: that step or load waits, and changes neither the weights nor the version
+    until then."""
     worker, shardings = _create_sharded(subject)
     path = subject.fresh_path("read")
     worker.save(path)
@@ -254,7 +254,9 @@ def _require_equal(
     else:
         indexes, descriptions = _read_during(change, worker, local, versions)
     if len(set(versions)) > 1:
-        problems.append(f"the version was {versions[0]}, and {versions[1]} while the weights were still read")
+        problems.append(
+            f"the version changed from {versions[0]} to {versions[1]} while the weights were still being read"
+        )
     if indexes != list(range(len(plan))):
         problems.append(f"{len(plan)} buckets were requested, but these were yielded: {indexes}")
     for bucket, found in zip(plan, descriptions, strict=False):
@@ -265,7 +267,7 @@ def _require_equal(
     subject.note(**{f"boxes by rank, {when}": subject.ranks.exchange(sum(map(len, descriptions)))})
     subject.require_on_all_ranks(
         not problems,
-        f"{when}, what is read is not the gathered weights ({len(problems)} faults): {shortened(problems, 3)}",
+        f"{when}, what was read differs from the gathered weights in {len(problems)} ways: {shortened(problems, 3)}",
     )
 
 
@@ -280,7 +282,7 @@ def _read_during(
 ) -> tuple[list[int], list[list[str]]]:
     """Return what `_read` returns while this thread calls ``change``, which changes the weights.
 
-    Appends the version that the worker has meanwhile to ``versions``.
+    Appends the worker's version at that time to ``versions``.
     """
     first = next(local)
 
