@@ -76,7 +76,7 @@ demo-tiny: $(STAMP)
 
 TESTS := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --durations 40
 
-# Every module and every check, in minutes. Tests that take more than two seconds each, many of which inject faults into
+# Every module and every check, in minutes. Tests that take more than a second each, many of which inject faults into
 # real processes, are in test-slow.
 test: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE lint types
 	$(TESTS) $(PYTEST)

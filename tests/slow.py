@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 FILE = Path(__file__).with_suffix(".json")
-SLOW_S = 2.0
+SLOW_S = 1.0
 """A test is slow if it takes more than this many seconds while other tests run at the same time, on two cores."""
 NEVER_SLOW = (
     "tests/conformance/test_endpoint_kit.py::test_the_embedded_endpoint_passes",  # every check of endpoints
