@@ -93,7 +93,8 @@ test-all: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE lint types
 	INFLIGHT_TESTS_FORK=0 $(TESTS) -m "" $(PYTEST)
 
 test-oldest: $(STAMP_OLDEST)
-	$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
+	$(OLDEST)/bin/python -m pytest $(OLDEST_TESTS) --numprocesses $(WORKERS) --dist worksteal \
+	  -m "not exhaustive" $(PYTEST)
 
 # verifiers brings a hundred packages, so it has an environment of its own.
 test-verifiers: $(STAMP_VERIFIERS)
@@ -124,10 +125,11 @@ certificate-tinker:
 	$(MAKE) test-tinker PYTEST="--junit-xml build/tinker.xml"
 	$(BIN)/python -m tests.dialects.tinker.certificate build/tinker.xml docs/certificates/tinker
 
-# Lines and branches of src that `make test` comes to, in its processes too; PYTEST='-m ""' measures all tests.
+# Lines and branches of src that `make test` and `make test-slow` come to, in their processes too; PYTEST='-m ""'
+# measures all tests.
 coverage: $(STAMP) $(SYSTEM) $(SMOLLM2)/SOURCE
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST)
+	$(BIN)/coverage run -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not exhaustive" $(PYTEST)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --skip-covered --sort miss
 

@@ -1,7 +1,8 @@
-"""Runs `make test` again and again, and records each run: no test may fail by luck.
+"""Runs `make test` or `make test-slow` again and again, and records each run: no test may fail by luck.
 
     python benchmarks/test_runs.py --runs 10
     python benchmarks/test_runs.py --runs 10 --busy 2
+    python benchmarks/test_runs.py --runs 10 --target test-slow
 
 Run it in a clean checkout. With ``--busy N``, N processes keep processors busy meanwhile. Each run is appended to
 benchmarks/results/test_runs.json as it ends, with the commit, the seconds of the tests and the tests that failed; the
@@ -49,13 +50,13 @@ def run_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def run_of(num_busy: int) -> dict[str, Any]:
-    """Run `make test` once, and return its record."""
+def run_of(target: str, num_busy: int) -> dict[str, Any]:
+    """Run the target of the Makefile once, and return its record."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     loop_s = loop_seconds()
     started, before = time.time(), machine_seconds() - run_seconds()
     with busy_processes(num_busy):
-        ran = subprocess.run(["make", "test"], cwd=ROOT, capture_output=True, text=True)
+        ran = subprocess.run(["make", target], cwd=ROOT, capture_output=True, text=True)
         others_s = machine_seconds() - run_seconds() - before
     elapsed_s = time.time() - started
     if ran.returncode:
@@ -67,6 +68,7 @@ def run_of(num_busy: int) -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(started)),
         "commit": commit.stdout.strip()[:9],
+        "target": target,
         "num_busy": num_busy,
         "processors_of_others": round(others_s / elapsed_s, 2),
         "status": ran.returncode,
@@ -82,10 +84,11 @@ def main() -> None:
     """Run, and append to the record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=1, help="number of runs")
+    parser.add_argument("--target", choices=("test", "test-slow"), default="test", help="target of the Makefile")
     parser.add_argument("--busy", type=int, default=0, help="number of processes that keep processors busy")
     arguments = parser.parse_args()
     for i in range(arguments.runs):
-        record = run_of(arguments.busy)
+        record = run_of(arguments.target, arguments.busy)
         rows = read_results("test_runs")["rows"] if (DIRECTORY / "test_runs.json").exists() else []
         write_results("test_runs", [*rows, record])
         words = ", ".join(f"{num} {word}" for word, num in record["counts"].items())

@@ -20,7 +20,7 @@ SLOW_S = 1.0
 NEVER_SLOW = (
     "tests/conformance/test_endpoint_kit.py::test_the_embedded_endpoint_passes",  # every check of endpoints
     "tests/conformance/test_worker_kit.py::test_the_fsdp_worker_passes",  # every check of workers
-    "tests/pretrained/test_smollm2.py",  # the only tests of a pretrained model
+    "tests/pretrained/test_smollm2.py",  # what has to hold on a pretrained model
     "tests/unit/test_dispatcher.py",  # the live run and the simulation make the same decisions
 )
 """Prefixes of the ids of tests that `make test` always runs: no other test covers what they do."""
