@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
@@ -15,11 +14,11 @@ from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.forms import assembled
 from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
-from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.subject import DueLogits, EndpointSubject
 from inflight.conformance.endpoint.waiting import until, within
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen, distribution
 from inflight.contracts import InferenceEndpoint
-from inflight.wire import Completion, CompletionChunk, GenerateRequest, InFlightPolicy, VersionSpan
+from inflight.wire import Completion, CompletionChunk, GenerateRequest, InFlightPolicy
 
 LEVEL = "caches"
 _PREFIX_LENGTH = 64
@@ -344,34 +343,28 @@ async def _until_sampling(clients: Sequence[InferenceEndpoint], running: Sequenc
 
 
 def due_logits(
-    subject: EndpointSubject, published: Mapping[int, ReferenceWeights], answer: SentAnswer, policy: InFlightPolicy
-) -> Callable[..., torch.Tensor] | None:
-    """Return a function that computes, in a given ``dtype``, the logits [T, V] from which the tokens of an answer must
-    have been sampled under this policy; None if the answer does not determine them.
+    published: Mapping[int, ReferenceWeights], answer: SentAnswer, policy: InFlightPolicy
+) -> DueLogits | None:
+    """Return a function that computes the logits from which the tokens of an answer must have been sampled under this
+    policy; None if the answer does not determine them.
 
     Under keep, they are not determined if the first token was sampled with a later version than the one under which the
     request was sent: the beginning of the prompt may have been computed with the older weights.
     """
-    reference, spans = subject.reference, answer.completion.version_spans
-    prompt, ids = answer.request.prompt_token_ids, answer.completion.token_ids
+    spans, ids, prompt = answer.completion.version_spans, answer.completion.token_ids, answer.request.prompt_token_ids
+
+    def kept(reference: ReferenceCheckpoint, dtype: str) -> torch.Tensor:
+        return reference.kept_logits(published, spans, prompt, ids, dtype)
+
+    def recomputed(reference: ReferenceCheckpoint, dtype: str) -> torch.Tensor:
+        """Return the logits of each span's tokens, with all keys and values computed by the span's version."""
+        return torch.cat(
+            [reference.logits(published[it.version], prompt, ids[: it.end], dtype=dtype)[it.start :] for it in spans]
+        )
+
     if policy is InFlightPolicy.KEEP:
-        is_determined = bool(spans) and spans[0].version == answer.version
-        return partial(reference.kept_logits, published, spans, prompt, ids) if is_determined else None
-    return partial(_recomputed_logits, reference, published, spans, prompt, ids) if spans else None
-
-
-def _recomputed_logits(
-    reference: ReferenceCheckpoint,
-    published: Mapping[int, ReferenceWeights],
-    spans: Sequence[VersionSpan],
-    prompt: Sequence[int],
-    ids: Sequence[int],
-    dtype: str,
-) -> torch.Tensor:
-    """Return the logits [T, V] of each span's tokens, with all keys and values computed by the span's version."""
-    return torch.cat(
-        [reference.logits(published[it.version], prompt, ids[: it.end], dtype=dtype)[it.start :] for it in spans]
-    )
+        return kept if spans and spans[0].version == answer.version else None
+    return recomputed if spans else None
 
 
 def _require_as_the_policy_says(
@@ -390,17 +383,17 @@ def _require_as_the_policy_says(
     for answer in sorted(answers, key=lambda it: -len(it.completion.version_spans)):
         if num_judged >= _FEWEST_JUDGED and time.monotonic() - began > _JUDGED_S:
             break
-        if (logits_TV := due_logits(subject, published, answer, policy)) is None:
+        if (logits := due_logits(published, answer, policy)) is None:
             continue
         request, completion = answer.request, answer.completion
         spans, ids = completion.version_spans, completion.token_ids
         num_updated += len(spans) > 1
         num_judged += 1
-        gap = subject.gap_to(logits_TV, request, completion)
+        gap = subject.gap_to(logits, request, completion)
         largest = max(largest, gap)
         if gap <= subject.tolerance:
             continue
-        exact_T = chosen(distribution(logits_TV(dtype="float32"), request.sampling), ids)
+        exact_T = chosen(distribution(logits(subject.reference, "float32"), request.sampling), ids)
         wrong_T = (torch.tensor(completion.logprobs, dtype=torch.float64) - exact_T).abs() > subject.tolerance
         first = next(it for it in spans if bool(wrong_T[it.start : it.end].any()))
         fail(

@@ -255,13 +255,13 @@ class _Traffic:
             require_scores_of_spans(subject, self._chain.published, *scored)
         by_versions = sorted(self._answers, key=lambda it: -len(it.completion.version_spans))
         for answer in by_versions:
-            if time.monotonic() - began > _JUDGED_S * subject.pace.slowness:
+            if time.monotonic() - began > _JUDGED_S:
                 break
-            if (logits_TV := due_logits(subject, self._chain.published, answer, self._policy)) is not None:
-                gap = subject.gap_to(logits_TV, answer.request, answer.completion)
+            if (logits := due_logits(self._chain.published, answer, self._policy)) is not None:
+                gap = subject.gap_to(logits, answer.request, answer.completion)
                 largest, num_judged = max(largest, gap), num_judged + 1
                 if gap > subject.tolerance:
-                    self._fail(answer, gap, logits_TV(dtype="float32"))
+                    self._fail(answer, gap, logits(subject.reference, "float32"))
         words = {
             "answers": len(self._answers),
             "judged": num_judged,

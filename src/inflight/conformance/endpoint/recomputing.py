@@ -7,9 +7,9 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
 
 from inflight.conformance.checks import check, fail, look_at, require
+from inflight.conformance.endpoint.caches import SentAnswer, due_logits
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import ReferenceWeights
 from inflight.wire import Completion, GenerateRequest, InFlightPolicy
@@ -57,19 +57,17 @@ async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     kept, recomputed = "the old keys and values kept", "all keys and values computed again"
     gaps = {kept: 0.0, recomputed: 0.0}
     num_after = 0
+    versions_of = {old: reference.weights, old + 1: other}
     for request, completion in answers:
-        prompt, spans, ids = request.prompt_token_ids, completion.version_spans, completion.token_ids
+        spans = completion.version_spans
         versions = [span.version for span in spans]
         require(versions == [old, old + 1], f"the update did not happen during the request: spans {spans}")
-        start = spans[1].start
-        num_after += len(ids) - start
-        versions_of = {old: reference.weights, old + 1: other}
-        expectations = {
-            kept: partial(reference.kept_logits, versions_of, spans, prompt, ids),
-            recomputed: partial(reference.logits, other, prompt, ids),
-        }
-        for name, logits_TV in expectations.items():
-            gaps[name] = max(gaps[name], subject.gap_to(logits_TV, request, completion, start))
+        num_after += len(completion.token_ids) - spans[1].start
+        answer = SentAnswer(old, request, completion)
+        for name, way in ((kept, InFlightPolicy.KEEP), (recomputed, InFlightPolicy.RECOMPUTE)):
+            logits = due_logits(versions_of, answer, way)
+            assert logits is not None
+            gaps[name] = max(gaps[name], subject.gap_to(logits, request, completion, spans[1].start))
     subject.note(**{f"largest difference from {name}": gap for name, gap in gaps.items()}, tokens=num_after)
     due, other_way = (kept, recomputed) if policy is InFlightPolicy.KEEP else (recomputed, kept)
     require(

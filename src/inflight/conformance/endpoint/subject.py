@@ -7,7 +7,6 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ from inflight.conformance.endpoint.needs import offers_of
 from inflight.conformance.endpoint.opening import OpenedEndpoint, open_target
 from inflight.conformance.endpoint.pace import Pace
 from inflight.conformance.endpoint.publishing import SteppedPublisher
+from inflight.conformance.endpoint.rounding import roundings
 from inflight.conformance.endpoint.waiting import SLACK_S, SLOWNESS, within
 from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen, distribution
@@ -40,6 +40,9 @@ from inflight.wire import (
 )
 
 T = TypeVar("T")
+DueLogits = Callable[[ReferenceCheckpoint, str], torch.Tensor]
+"""Computes, with a reference and in a dtype, the logits [T, V] from which the tokens of a completion must have been
+sampled."""
 Running = list[tuple[GenerateRequest, asyncio.Task[GenerateResponse]]]
 """Sent requests, each with the task that waits for its answer."""
 
@@ -348,28 +351,45 @@ class EndpointSubject:
     ) -> float:
         """Return the largest difference between the logprobs of a completion, from ``start`` on, and those under
         ``weights``."""
-        reference = reference or self.reference
-        logits_TV = partial(reference.logits, weights, request.prompt_token_ids, completion.token_ids)
-        return self.gap_to(logits_TV, request, completion, start)
+        prompt, ids = request.prompt_token_ids, completion.token_ids
+
+        def logits(reference: ReferenceCheckpoint, dtype: str) -> torch.Tensor:
+            return reference.logits(weights, prompt, ids, dtype=dtype)
+
+        return self.gap_to(logits, request, completion, start, reference)
 
     def gap_to(
-        self, logits_TV: Callable[..., torch.Tensor], request: GenerateRequest, completion: Completion, start: int = 0
+        self,
+        logits: DueLogits,
+        request: GenerateRequest,
+        completion: Completion,
+        start: int = 0,
+        reference: ReferenceCheckpoint | None = None,
     ) -> float:
-        """Return the largest difference between the logprobs of a completion, from ``start`` on, and the reference's.
+        """Return the largest difference between the logprobs of a completion, from ``start`` on, and those of
+        ``logits``.
 
-        ``logits_TV`` computes the reference's logits of all tokens in the ``dtype`` that it receives. If an endpoint
-        that computes in 16 bits exceeds the tolerance, tokens whose logprobs are moved by rounding alone are left out.
+        If an endpoint that computes in 16 bits exceeds the tolerance, tokens whose logprobs are moved by rounding alone
+        are left out: by the rounding of activations or, for the reason that `roundings` gives, by a further rounding of
+        the weights.
         """
-        exact_T = chosen(distribution(logits_TV(dtype="float32"), request.sampling), completion.token_ids)
-        gap = self.difference(completion.logprobs[start:], exact_T[start:])
+        reference = reference or self.reference
+
+        def logprobs(reference: ReferenceCheckpoint, dtype: str) -> torch.Tensor:
+            return chosen(distribution(logits(reference, dtype), request.sampling), completion.token_ids)[start:]
+
+        exact_T = logprobs(reference, "float32")
+        found_T = torch.tensor(completion.logprobs, dtype=torch.float64)[start:]
+        gap = self.difference(found_T.tolist(), exact_T)
         if gap <= self.tolerance or not self.is_coarse:
             return gap
-        rounded_T = chosen(
-            distribution(logits_TV(dtype=self.capabilities.dtype), request.sampling), completion.token_ids
-        )
-        kept_T = ~self.moved_by_rounding((rounded_T - exact_T)[start:])
-        found_T = torch.tensor(completion.logprobs, dtype=torch.float64)[start:]
-        return self.difference(found_T[kept_T].tolist(), exact_T[start:][kept_T])
+        kept_T = torch.ones(len(exact_T), dtype=torch.bool)
+        for rounded, dtype in roundings(reference, self.capabilities.dtype):
+            kept_T &= ~self.moved_by_rounding(logprobs(rounded, dtype) - exact_T)
+            gap = self.difference(found_T[kept_T].tolist(), exact_T[kept_T]) if bool(kept_T.any()) else 0.0
+            if gap <= self.tolerance:
+                break
+        return gap
 
     def moved_by_rounding(self, errors_T: torch.Tensor, scale: float = 1.0, most: float = 0.5) -> torch.Tensor:
         """Return bool [T]: whether rounding alone changes a token's logprob so much that the logprob proves nothing.
