@@ -17,6 +17,7 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -49,6 +50,8 @@ from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
 Fault = Callable[[Any], None]
 LEFT: list[Any] = []
 ONE_LISTENER: list[socket.socket] = []
+OPENED: list[Any] = []
+"""The senders of this process that have opened a group."""
 
 
 @dataclass(frozen=True)
@@ -1357,6 +1360,172 @@ def counts_leases_on_the_newest(sender: Any) -> None:
     store._prune = spoiled
 
 
+def reuses_the_memory_of_dropped_objects(receiver: Any) -> None:
+    """Memory is reused once the tensor that was returned is dropped, even if a view of it is kept."""
+    receive, places = receiver.receive, []
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        found = []
+        for tensor in receive(specs, timeout_s):
+            unused = [i for i, (seen, it) in enumerate(places) if seen() is None and it.shape == tensor.shape]
+            place = places.pop(unused[0])[1] if unused else tensor
+            if place.dtype != tensor.dtype:
+                place = tensor
+            found.append(place.copy_(tensor).view(tensor.shape))
+            places.append((weakref.ref(found[-1]), place))
+        return found
+
+    receiver.receive = spoiled
+
+
+def packs_in_place(sender: Any) -> None:
+    """Tensors are copied to the arena one after another, even over others of the bucket that lie there."""
+    allocate = sender._memory.allocate
+
+    def allocated(*args: Any) -> Any:
+        memory = allocate(*args)
+        write = memory.write
+
+        def spoiled(start: int, bucket: WeightBucket, attempt: Attempt) -> None:
+            target = memory.view(start, start + sum(it.nbytes for it in bucket.tensors))
+            if target is None:
+                return write(start, bucket, attempt)
+            for tensor in bucket.tensors:
+                data = pack([tensor])
+                target[: data.numel()] = data
+                target = target[data.numel() :]
+
+        memory.write = spoiled
+        return memory
+
+    sender._memory.allocate = allocated
+
+
+def keeps_what_it_sends(sender: Any) -> None:
+    send, kept = sender.send, []
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        kept.append([tensor.clone() for tensor in bucket.tensors])
+        send(bucket, timeout_s)
+
+    sender.send = spoiled
+
+
+def sends_within_its_process() -> tuple[Fault, Fault]:
+    """What another process has sent arrives as zeros."""
+    senders: list[Any] = []
+
+    def change(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        return tensors if senders else [torch.zeros_like(tensor) for tensor in tensors]
+
+    def spoil(sender: Any) -> None:
+        send = sender.send
+
+        def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+            senders.append(sender)
+            send(bucket, timeout_s)
+
+        sender.send = spoiled
+
+    return spoil, received(change)
+
+
+def opens_one_group_per_process(sender: Any) -> None:
+    specs = sender.specs
+
+    def spoiled(*args: Any) -> Any:
+        for other in OPENED[:]:
+            if other is not sender:
+                other.abort()
+                OPENED.remove(other)
+        OPENED.append(sender)
+        return specs(*args)
+
+    sender.specs = spoiled
+
+
+def begins_no_send_without_time(sender: Any) -> None:
+    """A send that has no time left raises its error before it begins, and leaves the group unchanged."""
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        if timeout_s < 0.001:
+            raise TransferError(f"sending bucket {bucket.index} failed: there is no time")
+        send(bucket, timeout_s)
+
+    sender.send = spoiled
+
+
+def computes_a_negative_timeout(receiver: Any) -> None:
+    receive = receiver.receive
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        if timeout_s < 1e-5:
+            raise ValueError("Timeout value out of range")
+        return receive(specs, timeout_s)
+
+    receiver.receive = spoiled
+
+
+def joins_what_was_aborted(sender: Any) -> None:
+    abort, join, specs = sender.abort, sender.join, sender.specs
+    is_aborted = threading.Event()
+
+    def aborted() -> None:
+        is_aborted.set()
+        abort()
+
+    def opened(*args: Any) -> Any:
+        found = specs(*args)
+        is_aborted.clear()
+        return found
+
+    sender.abort, sender.specs = aborted, opened
+    sender.join = lambda: None if is_aborted.is_set() else join()
+
+
+def orders_updates_by_their_directories(sender: Any) -> None:
+    store = sender._store
+    prune = store._prune
+
+    def spoiled(run: Path) -> None:
+        for manifest in run.glob("*/manifest.json"):
+            changed = manifest.parent.stat().st_mtime_ns
+            os.utime(manifest, ns=(changed, changed))
+        prune(run)
+
+    store._prune = spoiled
+
+
+def shortens_no_file(sender: Any) -> None:
+    """A file that replaces a file of a removed update never becomes shorter than that file."""
+    send = sender.send
+
+    def longer(fd: int, size_bytes: int) -> None:
+        os.truncate(fd, max(size_bytes, os.fstat(fd).st_size))
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        with mock.patch.object(bucket_files, "os", SimpleNamespace(**{**vars(os), "truncate": longer})):
+            send(bucket, timeout_s)
+
+    sender.send = spoiled
+
+
+def counts_buckets_in_a_byte(receiver: Any) -> None:
+    """The bucket with index 256 and those after it are taken for those with index 0 and so on."""
+    begin, receive, seen = receiver.begin, receiver.receive, []
+
+    def begun(ref: UpdateRef) -> None:
+        seen.clear()
+        begin(ref)
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        seen.append(receive(specs, timeout_s))
+        return seen[(len(seen) - 1) % 256]
+
+    receiver.begin, receiver.receive = begun, spoiled
+
+
 def compares_no_first_tag(receiver: Any) -> None:
     """The first request for a range of a file is not conditional on the file's tag; only later ones are."""
     client, of_thread = receiver._client, threading.local()
@@ -1797,6 +1966,46 @@ MUTANTS = {
         "file: a reader follows links to directories",
         receiver=follows_links_to_directories,
         transport="file",
+    ),
+    "reuses the memory of dropped objects": Mutant(
+        "T-16",
+        "the memory of a received tensor is reused although a view of it is kept",
+        receiver=reuses_the_memory_of_dropped_objects,
+    ),
+    "packs in place": Mutant(
+        "T-16",
+        "shm: a tensor is copied over another tensor of its bucket that lies in reserved memory",
+        packs_in_place,
+        transport="shm",
+    ),
+    "keeps what it sends": Mutant("T-35", "the sender keeps a copy of every bucket", keeps_what_it_sends),
+    "sends within its process": Mutant(
+        "T-46", "what another process has sent arrives as zeros", both=sends_within_its_process
+    ),
+    "one group per process": Mutant(
+        "T-42", "another sender in the same process ends the group", opens_one_group_per_process
+    ),
+    "begins no send without time": Mutant(
+        "T-40", "a group is used again after a send that timed out before its first byte", begins_no_send_without_time
+    ),
+    "negative timeout": Mutant(
+        "T-21", "a receive whose deadline has already passed raises ValueError", receiver=computes_a_negative_timeout
+    ),
+    "joins what was aborted": Mutant("T-27", "`join` after `abort` returns without a group", joins_what_was_aborted),
+    "orders updates by their directories": Mutant(
+        "T-43",
+        "file: the updates whose directories changed last are taken for the newest, and a lease changes a directory",
+        orders_updates_by_their_directories,
+        transport="file",
+    ),
+    "shortens no file": Mutant(
+        "T-45",
+        "http: a smaller bucket keeps the end of the file that it replaces",
+        shortens_no_file,
+        transport="http",
+    ),
+    "counts buckets in a byte": Mutant(
+        "T-13", "buckets after the first 256 are taken for the first ones", receiver=counts_buckets_in_a_byte
     ),
     "at most an hour": Mutant(
         "T-21",

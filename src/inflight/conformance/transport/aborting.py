@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +15,9 @@ import torch
 from inflight.base.shortened import shortened
 from inflight.conformance.calls import SLACK_S, PendingCall, results
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.transport.sockets import listening, num_descriptors
-from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
+from inflight.conformance.transport.buckets import bucket_of, bytes_of
+from inflight.conformance.transport.sockets import listening, num_descriptors, resident_bytes
+from inflight.conformance.transport.subject import FORM_S, TransportSubject, failure_of
 from inflight.contracts import WeightReceiver, WeightSender
 from inflight.errors import TransferError
 
@@ -26,8 +29,10 @@ _TOO_LATE_S = 0.5
 """Timeout of a group whose sender joins once its receiver has been aborted."""
 _NUM_UPDATES = 10
 """The descriptors of an open group are counted after this many updates, and after twice as many."""
+_MOST_ROUNDS = 5
+"""Maximum number of rounds of updates or groups; the memory in use is measured after each round."""
 _KEPT = 1 << 21
-"""Number of float32 elements of a tensor that is kept until its group has ended."""
+"""Number of float32 elements of tensors whose memory is counted, and of one that is kept until its group has ended."""
 _LONG_S = 8.0
 """Timeout of calls that are ended by abort; much longer than abort may take."""
 
@@ -187,9 +192,9 @@ def abort_may_come_at_any_time_and_again(t: TransportSubject) -> None:
 @look_at("references to the store, the group and its memory that abort or the next call of specs does not drop")
 def nothing_is_left_of_a_group(t: TransportSubject) -> None:
     """Nothing remains of a group, whether it was formed or not, once both ends have aborted, or once the sender has
-    opened another group: no listening socket, no descriptor, no file, no thread. Received tensors may outlive the
-    group; what they hold is then released when they are dropped. In an open group, the number of descriptors does not
-    grow with every update."""
+    opened another group: no listening socket, no descriptor, no file, no thread, no memory. Received tensors may
+    outlive the group; what they hold is then released when they are dropped. In an open group, neither the number of
+    descriptors nor the memory in use grows with every update."""
     _use_groups(t, 2)  # a transport may create threads and files once per process
     num_before, files, num_threads = _num_open(), _files(t), threading.active_count()
     _use_groups(t, _NUM_GROUPS)
@@ -208,6 +213,7 @@ def nothing_is_left_of_a_group(t: TransportSubject) -> None:
     require(num_more < _NUM_GROUPS, f"{after}, {num_more} more files exist: {shortened(more)}")
     require(num_running < _NUM_GROUPS, f"{after}, {num_running} more threads are running than before")
     _require_constant_descriptors(t)
+    _require_memory_released(t)
     _require_no_more_is_left(t)
 
 
@@ -251,6 +257,37 @@ def _require_constant_descriptors(t: TransportSubject) -> None:
     t.note(**{f"descriptors after {_NUM_UPDATES} updates, and after twice as many": counts})
     words = f"{_NUM_UPDATES} updates in one group leave {counts[1] - counts[0]} more descriptors open"
     require(counts[1] - counts[0] < _NUM_UPDATES // 2, words)
+
+
+def _require_memory_released(t: TransportSubject) -> None:
+    """Fail if the updates of an open group, or groups that have ended, keep the memory of what was sent.
+
+    Allocators keep some memory for each of many threads, so growth is an error only if it continues in
+    every round.
+    """
+
+    def update(receiver: WeightReceiver) -> None:
+        t.transfer([receiver], bucket_of(torch.zeros(_KEPT)))
+
+    def use_a_group() -> None:
+        (receiver,) = t.form()
+        update(receiver)
+        t.abort_and_forget(receiver)
+        t.sender.abort()
+
+    (receiver,) = t.form()
+    rounds: dict[str, Callable[[], None]] = {"updates of one group": partial(update, receiver), "groups": use_a_group}
+    for what, use in rounds.items():
+        sizes = [resident_bytes()]
+        while len(sizes) <= _MOST_ROUNDS:
+            for _ in range(_NUM_UPDATES):
+                use()
+            sizes.append(resident_bytes())
+            if (num_kept := (sizes[-1] - sizes[-2]) / (4 * _KEPT)) < _NUM_UPDATES / 2:
+                break
+        t.note(**{f"resident bytes before and after rounds of {_NUM_UPDATES} {what}": sizes})
+        words = f"memory in use grew in each of {_MOST_ROUNDS} rounds of {_NUM_UPDATES} {what}, in the last one by "
+        require(num_kept < _NUM_UPDATES / 2, f"{words}the size of {num_kept:.1f} updates")
 
 
 def _use_groups(t: TransportSubject, num_groups: int) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of
+from inflight.conformance.transport.buckets import bucket_of, bytes_of, digest_of
+from inflight.conformance.transport.subject import FORM_S, TransportSubject
 from inflight.contracts import ReceivesAhead, ReservesMemory, WeightReceiver
 from inflight.types import WeightBucket
 
@@ -32,6 +33,12 @@ _PATTERNS = {
 }
 """Bit patterns by wire dtype: quiet and signalling NaN with a payload, NaN of all ones, -0.0, the smallest subnormal,
 0.1."""
+_NUM_LARGE = 1_300_021
+"""Number of float32 elements of a bucket that is sent to another process and received from it."""
+_CLEAN_S = 0.5
+"""How long the check waits after it kills a process, so that others can clean up that process's resources."""
+_NUM_BUCKETS = 300
+"""Number of buckets of one update: more than a byte can count."""
 _NUM_UPDATES = 6
 """Number of updates during which received tensors must not change. Some pools reuse memory after a few updates."""
 _NUM_ELEMENTS = (4096, 4096, 10, 70_000, 4096, 1, 4096)
@@ -108,7 +115,7 @@ def buckets_of_any_size_arrive_whole(t: TransportSubject) -> None:
 def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
     """Buckets arrive in the order in which they were sent."""
     (receiver,) = t.form()
-    buckets = [bucket_of(torch.full((1000,), float(index)), index=index) for index in range(100)]
+    buckets = [bucket_of(torch.full((1000,), float(index)), index=index) for index in range(_NUM_BUCKETS)]
     t.begin([receiver], *buckets)
 
     def receive(bucket: WeightBucket) -> float:
@@ -116,8 +123,8 @@ def buckets_arrive_in_the_order_sent(t: TransportSubject) -> None:
             t.receive_ahead(receiver, bucket)
         return float(receiver.receive(bucket.specs, FORM_S)[0][0])
 
-    sending = t.start(lambda: [t.sender.send(bucket, FORM_S) for bucket in buckets], "the sends of 100 buckets")
-    receiving = t.start(lambda: [receive(bucket) for bucket in buckets], "the receives of 100 buckets")
+    sending = t.start(lambda: [t.sender.send(bucket, FORM_S) for bucket in buckets], "the sends of all buckets")
+    receiving = t.start(lambda: [receive(bucket) for bucket in buckets], "the receives of all buckets")
     found, _ = results([receiving, sending], FORM_S + SLACK_S)
     strange = [(i, value) for i, value in enumerate(found) if value != i]
     t.note(num_buckets=len(buckets), wrong_buckets=len(strange), seconds=receiving.ending(0.0).seconds)
@@ -142,6 +149,42 @@ def every_receiver_gets_every_byte(t: TransportSubject) -> None:
         require(not any(wrong), f"bytes that differ, per receiver, of endpoints with {num_ranks} ranks: {wrong}")
         for receiver in receivers:
             receiver.abort()
+
+
+@check("T-46", "peer 2-receivers", deadline_s=40)
+@look_at("state that only ends in the same process share: objects, descriptors, /proc/self paths, cleanup objects")
+def ends_in_different_processes_exchange_bytes(t: TransportSubject) -> None:
+    """A receiver in another process and one in the sender's process both receive every byte of an update. The death of
+    the other process changes nothing that the remaining receiver has received or, from a store, has yet to receive. A
+    bucket that another process sends also arrives."""
+    # A mixture of dtypes and shapes, then one tensor that is larger than any buffer of a socket.
+    mixed = [
+        torch.randn(7, 5),
+        torch.randn(3).to(torch.bfloat16),
+        torch.empty(0),
+        torch.randn(1021, dtype=torch.float64),
+    ]
+    buckets = [bucket_of(*mixed), bucket_of(torch.randn(_NUM_LARGE), index=1), bucket_of(torch.randn(9), index=2)]
+    peer, (receiver,) = t.form_with_peer(others=1, buckets=buckets)
+    t.begin([receiver], *buckets)
+    arrived = []
+    for bucket in buckets:
+        receives = t.start_receives([receiver], bucket) if t.sender.is_collective or bucket.index == 0 else []
+        results([*receives, t.start_send(bucket)], FORM_S + SLACK_S)
+        arrived += [receive.result(0.0) for receive in receives]
+    digests, due = [peer.digest() for _ in buckets], [digest_of(bucket.tensors) for bucket in buckets]
+    peer.kill()
+    time.sleep(_CLEAN_S)
+    arrived += [receiver.receive(bucket.specs, FORM_S) for bucket in buckets[len(arrived) :]]
+    t.note(digests=due)
+    wrong = [i for i, (found, expected) in enumerate(zip(digests, due, strict=True)) if found != expected]
+    require(not wrong, f"these buckets arrived with wrong contents in the other process: {wrong}")
+    wrong = [i for i, tensors in enumerate(arrived) if digest_of(tensors) != due[i]]
+    require(not wrong, f"these buckets arrived with wrong contents, or changed when the other process died: {wrong}")
+    sent = bucket_of(torch.ones(_NUM_LARGE))
+    _, receiver = t.join_sending_peer(sent)
+    is_same = digest_of(receiver.receive(sent.specs, FORM_S)) == digest_of(sent.tensors)
+    require(is_same, "the bucket that the other process sent arrived with wrong contents")
 
 
 @check("T-15", look_at="send: return only when the bytes have left; receive: use its own memory")
@@ -175,9 +218,9 @@ def a_sent_tensor_may_change(t: TransportSubject) -> None:
 )
 def received_tensors_stay(t: TransportSubject) -> None:
     """Received tensors do not change when later buckets or later updates arrive (whatever their sizes, and whether or
-    not they are received ahead), when other tensors of the same update are dropped, or when one or both ends abort the
-    group. If a sender reserves memory, buckets that were written there, entirely or in part and in any layout, also
-    arrive."""
+    not they are received ahead), when other tensors of the same update are dropped, when only views of the received
+    tensors are kept, or when one or both ends abort the group. If a sender reserves memory, buckets that were written
+    there, entirely or in part and in any layout, also arrive."""
     (receiver,) = t.form()
     sent: list[torch.Tensor] = []
     arrived: list[torch.Tensor] = []
@@ -190,7 +233,8 @@ def received_tensors_stay(t: TransportSubject) -> None:
                 t.receive_ahead(receiver, bucket)
             receives = t.start_receives([receiver], bucket)
             results([*receives, t.start_send(bucket)], FORM_S + SLACK_S)
-            arrived += receives[0].result(0.0)
+            # A view of a tensor keeps its memory in use.
+            arrived += [it.detach() if bucket.index % 2 else it for it in receives[0].result(0.0)]
             sent += bucket.tensors
         del receives
         if number % 2 == 0:  # the next update has the same sizes, and may reuse the memory
@@ -227,7 +271,7 @@ def _require_reserved_buckets_arrive(t: TransportSubject) -> None:
             others = [torch.full((n,), float(number))] if (number + index) % 3 == 2 else []
             buckets.append(bucket_of(tensor.t() if (number + index) % 3 else tensor, *others, index=index))
         t.begin([receiver], *buckets)
-        wrong = []
+        arrived = []
         for bucket in buckets:
             (tensor, *others), in_place = bucket.tensors, bucket
             if (memory := t.sender.reserve(bucket.index, sum(it.nbytes for it in bucket.tensors))) is not None:
@@ -237,11 +281,35 @@ def _require_reserved_buckets_arrive(t: TransportSubject) -> None:
                 num_reserved += 1
             (receive,) = t.start_receives([receiver], bucket)
             results([receive, t.start_send(in_place)], FORM_S + SLACK_S)
-            wrong.append(sum(map(_num_wrong, receive.result(0.0), bucket.tensors)))
+            arrived.append(receive.result(0.0))
+        wrong = [sum(map(_num_wrong, *pair)) for pair in zip(arrived, (it.tensors for it in buckets), strict=True)]
         require(not any(wrong), f"wrong bytes in buckets that were sent from reserved memory, per bucket: {wrong}")
         t.sender.end(is_done=True)
     t.note(num_reserved=num_reserved)
     _require_ended_memory_is_unused(t, receiver)
+    _require_any_order_arrives(t)
+
+
+def _require_any_order_arrives(t: TransportSubject) -> None:
+    """Require that tensors arrive even if their order in reserved memory is not their order in the bucket."""
+    assert isinstance(t.sender, ReservesMemory)
+    (receiver,) = t.form()
+    for number in range(_NUM_UPDATES):
+        sizes = (4096, 1024, 9000)
+        bucket = bucket_of(*(torch.arange(n, dtype=torch.float32) + number for n in sizes))
+        t.begin([receiver], bucket)
+        tensors = list(bucket.tensors)
+        if (memory := t.sender.reserve(0, sum(it.nbytes for it in tensors))) is not None:
+            end = 0
+            for i in (2, 1, 0) if number % 2 else (1, 2, 0):
+                begin, end = end, end + tensors[i].nbytes
+                tensors[i] = memory[begin:end].view(torch.float32).copy_(tensors[i])
+        (receive,) = t.start_receives([receiver], bucket)
+        in_place = WeightBucket(0, bucket.specs, tuple(tensors))
+        results([receive, t.start_send(in_place)], FORM_S + SLACK_S)
+        wrong = list(map(_num_wrong, receive.result(0.0), bucket.tensors))
+        require(not any(wrong), f"wrong bytes in tensors whose order in reserved memory is not the bucket's: {wrong}")
+        t.sender.end(is_done=True)
 
 
 def _require_ended_memory_is_unused(t: TransportSubject, receiver: WeightReceiver) -> None:

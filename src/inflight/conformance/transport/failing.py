@@ -11,8 +11,9 @@ import torch
 
 from inflight.conformance.calls import SLACK_S, Ending, PendingCall, results
 from inflight.conformance.checks import check, fail, look_at, require
+from inflight.conformance.transport.buckets import bucket_of, bytes_of
 from inflight.conformance.transport.pair import update_of
-from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
+from inflight.conformance.transport.subject import FORM_S, TransportSubject, failure_of
 from inflight.contracts import ReceivesAhead, WeightReceiver
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
@@ -30,6 +31,7 @@ _ON_TIME = 0.95
 _UNREAD_S, _READ_S, _READ_LAG_S = 0.5, 4.0, 0.3
 """Timeouts of a send that one rank does not read and of the other calls in its group, and how long a rank may still
 read what was sent before the send failed."""
+_NO_TIME_S = 1e-6
 _PAUSE_S, _PULSE_S = 0.3, 0.001
 """How long a sender is stopped each time, and how long it may send between two stops."""
 _NUM_TIMEOUTS = 3
@@ -196,13 +198,14 @@ def _require_nothing_arrives(t: TransportSubject, receiver: WeightReceiver, buck
 def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
     """A timeout shorter than a millisecond is honoured as a timeout, and a timeout of a week is not cut short."""
     # A publish that has almost used up its deadline leaves such a short timeout.
-    (receiver,) = t.form()
     bucket = bucket_of(torch.zeros(10))
-    t.begin([receiver], bucket)
-    specs = bucket.specs
-    call = t.start(lambda: receiver.receive(specs, 0.0004), "the receive with a timeout of 0.4 ms")
-    error = failure_of(call, SLACK_S)
-    t.note(timeout_s=0.0004, seconds=call.ending(0.0).seconds, message=str(error))
+    for timeout_s in (0.0004, _NO_TIME_S):
+        receivers = t.form()
+        t.begin(receivers, bucket)
+        (call,) = t.start_receives(receivers, bucket, timeout_s)
+        error = failure_of(call, SLACK_S)
+        t.note(**{f"seconds of a receive with a timeout of {timeout_s:g} s": call.ending(0.0).seconds})
+        t.note(message=str(error))
     receivers = [t.receiver(member) for member in t.members([1], _WEEK_S)]
     results(t.start_joins(receivers), FORM_S + SLACK_S)
     t.begin(receivers, bucket)
@@ -326,6 +329,17 @@ def a_failed_send_loses_the_group(t: TransportSubject) -> None:
             failure_of(sending, _READ_S + SLACK_S)
             _end(t, [*receivers, idle], receives)
             _require_none_mixed(receives, buckets)
+    if not t.sender.is_collective:  # a receiver of a store looks for one bucket and takes no other
+        return
+    receivers, small = t.form(3), [bucket_of(torch.full((10,), 1.0 + i), index=i) for i in range(2)]
+    t.begin(receivers, *small)
+    sent = t.start_send(small[0], _NO_TIME_S).ending(SLACK_S)
+    _require_legal(sent)
+    t.note(**{f"ending of a send with a timeout of {_NO_TIME_S:g} s": sent.words})
+    if sent.error is not None:  # before its first byte
+        receives = t.start_receives(receivers, small[0], _TIMEOUT_S)
+        failure_of(t.start(lambda: t.sender.send(small[1], _TIMEOUT_S), "a send after a failed one"), _READ_S)
+        _end(t, receivers, receives)
 
 
 def _has_arrived(receive: PendingCall[Any]) -> bool:

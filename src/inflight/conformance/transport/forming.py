@@ -13,15 +13,10 @@ import torch.distributed
 
 from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, look_at, require
+from inflight.conformance.transport.buckets import bucket_of, bytes_of
 from inflight.conformance.transport.pair import ADDRESS, RUN_ID, GroupMember, update_of
 from inflight.conformance.transport.sockets import is_loopback, is_wildcard, listening
-from inflight.conformance.transport.subject import (
-    FORM_S,
-    TransportSubject,
-    bucket_of,
-    bytes_of,
-    failure_of,
-)
+from inflight.conformance.transport.subject import FORM_S, TransportSubject, failure_of
 from inflight.contracts import WeightReceiver, WeightSender
 from inflight.types import WeightBucket
 from inflight.wire import ProcessGroupSpec
@@ -217,6 +212,7 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
         end.abort()
     refused("receive after abort", lambda: receiver.receive(bucket.specs, 0.5))
     refused("send after abort", lambda: t.sender.send(bucket, 0.5))
+    refused("join after abort", t.sender.join)
     t.note(messages=messages)
     require(all(messages.values()), "the error of a call without a group has an empty message")
 

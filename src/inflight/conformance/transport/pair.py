@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,14 +55,16 @@ class TransportPair:
 
 
 def open_pair(target: TransportTarget, directory: Path | None = None, *, address: str = ADDRESS) -> TransportPair:
-    """Return a new pair for a target, whose sender is reached at ``address``; the pair's files are in ``directory``.
+    """Return a new pair for a target, whose sender is reached at ``address``.
+
+    The pair's files are in ``directory``; if that is None, the sender creates a directory.
 
     Raises `ConfigError` if the target is not a transport that can be checked on this machine.
     """
     transport = resolve(target.factory)(**target.options) if target.options else named_transport(target.factory)
     if not isinstance(transport, Transport):
         raise ConfigError(f"{target.factory} returned a {type(transport).__name__}, not a Transport")
-    sender = transport.sender(address=address, directory=directory or Path(tempfile.gettempdir()))
+    sender = transport.sender(address=address, directory=directory)
     if not isinstance(sender, WeightSender):
         raise ConfigError(f"the sender of {target.factory} lacks methods of WeightSender: {type(sender).__name__}")
     if transport.needs_gpu and not sender.is_collective:

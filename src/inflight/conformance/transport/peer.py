@@ -1,8 +1,9 @@
 """One end of a transport in its own process, which checks can kill or stop.
 
 The process is started with ``python -m``. It writes the line ``ready`` once it has imported what it needs, reads a
-`PeerSetup` from stdin, joins, writes the line ``joined``, sends a bucket if its setup has one, and waits. Before it
-joins, a sender writes the spec for its receiver. The process ends when its parent does.
+`PeerSetup` from stdin, joins, writes the line ``joined``, sends or receives the buckets of its setup, and waits. Before
+it joins, a sender writes the spec for its receiver. A receiver writes a digest of each bucket that it has received.
+The process ends when its parent does.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import torch
 from inflight.conformance.calls import PendingCall
 from inflight.conformance.judge import Hung
 from inflight.conformance.targets import TransportTarget
+from inflight.conformance.transport.buckets import digest_of
 from inflight.conformance.transport.pair import GroupMember, open_pair, update_of
+from inflight.contracts import WeightReceiver
 from inflight.types import WeightBucket
-from inflight.wire import TensorSpec, TransportBody, TransportSpec, WireModel
+from inflight.wire import TensorSpec, TransportBody, TransportSpec, UpdateRef, WeightUpdate, WireModel
 
 READY_S = 60.0
 """Time limit for starting Python and importing torch, which does not count towards the transport's time limits."""
@@ -37,6 +40,8 @@ class PeerSetup(WireModel):
     timeout_s: float = START_S
     bucket: TensorSpec | None = None
     """The tensor, filled with ones, that the sender sends once it has joined."""
+    receives: WeightUpdate | None = None
+    """The update whose buckets the receiver receives once it has joined."""
 
 
 class Peer:
@@ -68,6 +73,14 @@ class Peer:
 
     def wait_until_joined(self) -> None:
         self._line("join")
+
+    def sent(self, bucket: WeightBucket) -> UpdateRef:
+        """Return a reference to the update in which the process sends ``bucket``."""
+        return _update(bucket, self._process.pid).ref
+
+    def digest(self) -> str:
+        """Return the digest of the next bucket that the process has received. Raises `Hung`."""
+        return self._line("receive a bucket").decode().strip()
 
     def kill(self) -> None:
         """Kill the process immediately, even if it is stopped. Idempotent."""
@@ -104,6 +117,8 @@ def main() -> None:
         receiver = pair.receiver(GroupMember(pair.transport.spec_type.model_validate(setup.spec.model_dump())))
         receiver.join()
         print("joined", flush=True)
+        if setup.receives is not None:
+            _receive(receiver, setup.receives, setup.timeout_s)
     else:
         (spec,) = pair.sender.specs("conformance", [1], setup.timeout_s)
         print(spec.model_dump_json(), flush=True)
@@ -112,9 +127,24 @@ def main() -> None:
         if setup.bucket is not None:
             tensor = torch.ones(setup.bucket.shape, dtype=getattr(torch, setup.bucket.dtype))
             bucket = WeightBucket(0, (setup.bucket,), (tensor,))
-            pair.sender.begin(update_of([bucket], 1))
+            pair.sender.begin(_update(bucket, os.getpid()))
             threading.Thread(target=pair.sender.send, args=(bucket, setup.timeout_s), daemon=True).start()
     threading.Event().wait()
+
+
+def _update(bucket: WeightBucket, pid: int) -> WeightUpdate:
+    """Return the update in which a process sends ``bucket``.
+
+    Its session id contains ``pid``, because a store may contain updates of earlier processes.
+    """
+    return update_of([bucket], 1, f"process-{pid}")
+
+
+def _receive(receiver: WeightReceiver, update: WeightUpdate, timeout_s: float) -> None:
+    receiver.begin(update.ref)
+    for bucket in update.buckets:
+        tensors = receiver.receive(update.manifest.tensors[bucket.start : bucket.stop], timeout_s)
+        print(digest_of(tensors), flush=True)
 
 
 def _end_with_parent() -> None:

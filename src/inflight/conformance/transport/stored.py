@@ -21,8 +21,9 @@ import xxhash
 from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.tcp_proxy import TcpProxy
+from inflight.conformance.transport.buckets import bucket_of, bytes_of
 from inflight.conformance.transport.pair import GroupMember, update_of
-from inflight.conformance.transport.subject import FORM_S, TransportSubject, bucket_of, bytes_of, failure_of
+from inflight.conformance.transport.subject import FORM_S, TransportSubject, failure_of
 from inflight.contracts import WeightReceiver
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
@@ -140,16 +141,18 @@ def _require_form(t: TransportSubject, tree: _Tree, receiver: WeightReceiver) ->
     _require_kept(tree, names)
     names += _require_four_leased_kept(t, tree, receiver, [*names[1:3], *names[-2:]])
     lower = _require_stored(t, tree, receiver, _LOWER)
-    words = f"update {lower}, which was stored after updates of higher versions, has been removed"
+    tree.lease(names[-2], "lease-00112233445566ff")  # a new file in its directory does not make an update newer
+    newest = _require_stored(t, tree, receiver, _LOWER + 1)
+    words = f"update {lower} was removed although it is the second newest: updates of higher versions are older"
     require(tree.message(lower, "manifest.json") is not None, words)
     if isinstance(tree, _Url):
-        _require_answers(tree, names[-1])
+        _require_answers(tree, newest)
         _require_lease_renewed(t, tree, receiver)
     if isinstance(tree, _Directory):
         _require_lease_ends(t, tree, receiver, names[2])
         _require_foreign_files_are_read(t, tree, receiver)
         _require_incomplete_without_a_bucket(t, tree)
-    t.note(updates=[*names, lower])
+    t.note(updates=[*names, lower, newest])
 
 
 def example_buckets(number: int) -> list[WeightBucket]:

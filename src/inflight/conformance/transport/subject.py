@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,9 @@ from inflight.conformance.transport.pair import RUN_ID, GroupMember, open_pair, 
 from inflight.conformance.transport.peer import READY_S, Peer, PeerSetup
 from inflight.conformance.transport.sockets import can_list_sockets, listening
 from inflight.contracts import ReceivesAhead, WeightReceiver, WeightSender
-from inflight.errors import TransferError
+from inflight.errors import ConfigError, TransferError
 from inflight.types import WeightBucket
-from inflight.wire import ProcessGroupSpec, TensorSpec, TransportBody, UpdateRef
+from inflight.wire import ProcessGroupSpec, TransportBody, UpdateRef, WeightUpdate
 
 T = TypeVar("T")
 
@@ -43,7 +44,7 @@ class TransportSubject:
         self._needs_peer = False
         self._spare: Peer | None = None
         """The process of the next peer, already started."""
-        self._version = 0
+        self._run_id, self._version = RUN_ID, 0
         self.listening = listening() if can_list_sockets() else set()
         """The addresses and ports on which this process was listening before it opened any group."""
         self.evidence: dict[str, Any] = {}
@@ -82,11 +83,7 @@ class TransportSubject:
 
     def prepare(self) -> None:
         if self._needs_peer and self._spare is None:
-            spare = Peer()
-            if spare.is_ready():
-                self._spare = spare
-            else:
-                spare.kill()
+            self._spare = _ready_peer()
         self._pair = open_pair(self._target, self.directory)
 
     def call(self, function: Callable[[Any], Any], deadline_s: float) -> None:
@@ -130,6 +127,21 @@ class TransportSubject:
         self._other_senders.append(sender)
         return sender
 
+    def neighbour(self, run_id: str) -> TransportSubject:
+        """Return a separate subject that has another sender in this process, for another run.
+
+        The sender creates its own directory if it supports that. The ends of the new subject are aborted after the
+        check, together with those of this subject.
+        """
+        other = copy.copy(self)
+        other._run_id, other._version = run_id, 0
+        try:
+            other._pair = open_pair(self._target, None)
+        except ConfigError:
+            other._pair = open_pair(self._target, self.directory)
+        self._other_senders.append(other.sender)
+        return other
+
     def receiver(self, member: GroupMember) -> WeightReceiver:
         """Return a new receiver in this process; it is aborted after the check."""
         receiver = self._pair.receiver(member)
@@ -138,14 +150,21 @@ class TransportSubject:
         self._receivers.append(receiver)
         return receiver
 
+    def abort_and_forget(self, receiver: WeightReceiver) -> None:
+        """Abort a receiver, and drop this subject's reference to it."""
+        receiver.abort()
+        self._receivers.remove(receiver)
+
     def members(self, num_ranks: Sequence[int], timeout_s: float = FORM_S) -> list[GroupMember]:
         """Open a group in which endpoint i has ``num_ranks[i]`` ranks; return the `GroupMember` of each rank."""
-        opened = self.sender.specs(RUN_ID, num_ranks, timeout_s)
+        opened = self.sender.specs(self._run_id, num_ranks, timeout_s)
         ranks = [(spec, rank) for spec, count in zip(opened, num_ranks, strict=True) for rank in range(count)]
         return [GroupMember(spec, rank, group_rank) for group_rank, (spec, rank) in enumerate(ranks, 1)]
 
     def group_specs(self, num_ranks: Sequence[int], timeout_s: float) -> list[ProcessGroupSpec]:
-        return [spec for spec in self.sender.specs(RUN_ID, num_ranks, timeout_s) if isinstance(spec, ProcessGroupSpec)]
+        return [
+            spec for spec in self.sender.specs(self._run_id, num_ranks, timeout_s) if isinstance(spec, ProcessGroupSpec)
+        ]
 
     def start(self, call: Callable[[], T], what: str) -> PendingCall[T]:
         return PendingCall(call, what)
@@ -165,11 +184,17 @@ class TransportSubject:
         results(self.start_joins(receivers), timeout_s + SLACK_S)
         return receivers
 
-    def form_with_peer(self, others: int = 0) -> tuple[Peer, list[WeightReceiver]]:
+    def form_with_peer(
+        self, others: int = 0, buckets: Sequence[WeightBucket] = ()
+    ) -> tuple[Peer, list[WeightReceiver]]:
         """Form a group with a receiver in another process and ``others`` in this one; return the other process and the
-        receivers in this one."""
+        receivers in this one.
+
+        If there are ``buckets``, the receiver in the other process receives them in the next update.
+        """
         first, *rest = self.members([1] * (1 + others), 2 * FORM_S)
-        peer = self._peer(spec=TransportBody.model_validate(first.spec.model_dump()))
+        update = self._update(buckets, self._version + 1) if buckets else None
+        peer = self._peer(spec=TransportBody.model_validate(first.spec.model_dump()), receives=update)
         receivers = [self.receiver(member) for member in rest]
         results(self.start_joins(receivers), 2 * FORM_S + SLACK_S)
         peer.wait_until_joined()
@@ -182,11 +207,11 @@ class TransportSubject:
         self.start(receiver.join, "the receiver's join").result(2 * FORM_S)
         peer.wait_until_joined()
         if bucket is not None:
-            receiver.begin(update_of([bucket], 1).ref)
+            receiver.begin(peer.sent(bucket))
         return peer, receiver
 
     def _peer(self, **role: Any) -> Peer:
-        peer, self._spare = self._spare, None
+        peer, self._spare = self._spare or _ready_peer(), None
         if peer is None:
             skip(f"the kit's own second process did not start within {READY_S:g} s")
         self._peers.append(peer)
@@ -195,19 +220,26 @@ class TransportSubject:
 
     def ref(self, session_id: str = "") -> UpdateRef:
         """Return a reference to the update that was begun last, or to one of another session with the same version."""
-        return UpdateRef(run_id=RUN_ID, version=self._version, session_id=session_id)
+        return UpdateRef(run_id=self._run_id, version=self._version, session_id=session_id)
+
+    def skip_versions(self, count: int) -> None:
+        """Increase the versions of later updates by ``count``."""
+        self._version += count
 
     def begin(self, receivers: Sequence[WeightReceiver], *buckets: WeightBucket) -> None:
         """Begin an update of these buckets, with a new version, on both sides."""
-        self._version += 1
+        self.skip_versions(1)
         self.begin_session("", receivers, *buckets)
 
     def begin_session(self, session_id: str, receivers: Sequence[WeightReceiver], *buckets: WeightBucket) -> None:
         """Begin an update of these buckets, with the version of the previous update, on both sides."""
-        update = update_of(buckets, self._version, session_id)
+        update = self._update(buckets, self._version, session_id)
         self.sender.begin(update)
         for receiver in receivers:
             receiver.begin(update.ref)
+
+    def _update(self, buckets: Sequence[WeightBucket], version: int, session_id: str = "") -> WeightUpdate:
+        return update_of(buckets, version, session_id).model_copy(update={"run_id": self._run_id})
 
     def start_receives(
         self, receivers: Sequence[WeightReceiver], bucket: WeightBucket, timeout_s: float = FORM_S
@@ -244,29 +276,18 @@ class TransportSubject:
         return [receive.result(0.0) for receive in receives]
 
 
+def _ready_peer() -> Peer | None:
+    """Start another process; return None if it does not start in time."""
+    peer = Peer()
+    if peer.is_ready():
+        return peer
+    peer.kill()
+    return None
+
+
 def failure_of(call: PendingCall[Any], within_s: float) -> TransferError:
     """Return the `TransferError` with which a call ends; anything else fails the check. Raises `Hung`."""
     ending: Ending[Any] = call.ending(within_s)
     if not isinstance(ending.error, TransferError):
         fail(f"{call.what} must raise TransferError, but: {ending.words}")
     return ending.error
-
-
-def bucket_of(*tensors: torch.Tensor, index: int = 0) -> WeightBucket:
-    """Return a bucket of these tensors, with specs derived from them.
-
-    The numbers in their names descend, so that the order of the tensors is not that of their names.
-    """
-    dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-    specs = [
-        TensorSpec.model_validate(
-            {"name": f"tensor {index}.{len(tensors) - i}", "dtype": dtype, "shape": tuple(tensor.shape)}
-        )
-        for i, (dtype, tensor) in enumerate(zip(dtypes, tensors, strict=True))
-    ]
-    return WeightBucket(index, tuple(specs), tensors)
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, row-major, as a new uint8 tensor on the CPU."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
