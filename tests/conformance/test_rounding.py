@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inflight.conformance.checks import CheckFailed
+from inflight.conformance.endpoint.rounding import moved_by_rounding, roundings
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import ReferenceCheckpoint, chosen, distribution
 from inflight.conformance.targets import EndpointTarget
@@ -54,23 +55,48 @@ def test_tokens_that_rounding_alone_moves_are_not_judged_and_others_are(tmp_path
             index=0, token_ids=tuple(tokens), logprobs=logprobs, version_spans=spans, finish_reason="length"
         )
 
-    def logits_of(dtype: str) -> torch.Tensor:
-        """The reference's logits; in 16 bits those of token 3 are far off."""
+    def logits_of(given: ReferenceCheckpoint, dtype: str) -> torch.Tensor:
+        """The reference's logits; in 16 bits those of token 3 are far off, with rounded weights those of token 5."""
         logits_TV = reference.logits(reference.weights, IDS[:8], tokens).clone()
         if dtype != "float32":
             logits_TV[3, tokens[3]] += 5.0
+        elif given is not reference:
+            logits_TV[5, tokens[5]] += 5.0
         return logits_TV
 
     errors[3] = 7.0
-    assert subject.gap_to(logits_of, request, found(errors)) <= 1e-6
+    assert subject.gap_to(logits_of, request, found(errors)) == 0.0
+    assert subject.gap_to(logits_of, request, found(errors), is_exact=True) == pytest.approx(7.0, abs=1e-4)
+    errors[5] = 7.0
+    assert subject.gap_to(logits_of, request, found(errors)) == 0.0
     errors[20] = 0.75
     assert subject.gap_to(logits_of, request, found(errors)) == pytest.approx(0.75, abs=1e-4)
-    assert chosen(distribution(logits_of("float32")), tokens).equal(exact_T)
+    assert chosen(distribution(logits_of(reference, "float32")), tokens).equal(exact_T)
 
 
-def test_a_reference_that_rounding_moves_almost_everywhere_is_no_reference(tmp_path: Path) -> None:
-    subject = coarse_subject(make_model(tmp_path / "model"), tolerance=0.5)
-    assert subject.moved_by_rounding(torch.tensor([0.0, -0.2, 0.1])).tolist() == [False, True, False]
+def test_a_rounded_reference_uses_nothing_that_exact_weights_computed(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "model")
+    reference, (prompt, ids) = ReferenceCheckpoint(path), (IDS[:40], IDS[40:])
+    weights, spans = (
+        reference.weights,
+        [VersionSpan(version=1, start=0, end=12), VersionSpan(version=2, start=12, end=24)],
+    )
+    exact_TV = reference.logits(weights, prompt, ids)
+    views = list(roundings(reference, "bfloat16"))
+    assert views[0] == (reference, "bfloat16")
+    for seed, (view, dtype) in enumerate(views[1:], 1):
+        alone = ReferenceCheckpoint(path)
+        rounded = alone.rounded_again(weights, "bfloat16", seed)
+        found_TV = view.logits(weights, prompt, ids, dtype=dtype)
+        assert found_TV.equal(alone.logits(rounded, prompt, ids))
+        kept_TV = view.kept_logits({1: weights, 2: weights}, spans, prompt, ids, dtype)
+        torch.testing.assert_close(kept_TV, found_TV, atol=1e-4, rtol=0)
+        assert not torch.allclose(found_TV, exact_TV, atol=1e-4, rtol=0)
+        assert reference.logits(weights, prompt, ids).equal(exact_TV)
+
+
+def test_a_reference_that_rounding_moves_almost_everywhere_is_no_reference() -> None:
+    assert moved_by_rounding(torch.tensor([0.0, -0.2, 0.1]), 0.5, "bfloat16").tolist() == [False, True, False]
     with pytest.raises(CheckFailed, match="changes 2 of 3 logprobs of the reference"):
-        subject.moved_by_rounding(torch.tensor([0.0, -0.2, 0.3]))
-    assert subject.moved_by_rounding(torch.tensor([0.0, -0.2, 0.3]), most=0.75).sum() == 2
+        moved_by_rounding(torch.tensor([0.0, -0.2, 0.3]), 0.5, "bfloat16")
+    assert moved_by_rounding(torch.tensor([0.0, -0.2, 0.3]), 0.5, "bfloat16", most=0.75).sum() == 2

@@ -55,6 +55,7 @@ async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
     )
     old = subject.publisher.version - 1
     kept, recomputed = "the old keys and values kept", "all keys and values computed again"
+    due, other_way = (kept, recomputed) if policy is InFlightPolicy.KEEP else (recomputed, kept)
     gaps = {kept: 0.0, recomputed: 0.0}
     num_after = 0
     versions_of = {old: reference.weights, old + 1: other}
@@ -67,9 +68,9 @@ async def _swap(subject: EndpointSubject, policy: InFlightPolicy) -> None:
         for name, way in ((kept, InFlightPolicy.KEEP), (recomputed, InFlightPolicy.RECOMPUTE)):
             logits = due_logits(versions_of, answer, way)
             assert logits is not None
-            gaps[name] = max(gaps[name], subject.gap_to(logits, request, completion, spans[1].start))
+            gap = subject.gap_to(logits, request, completion, spans[1].start, is_exact=name != due)
+            gaps[name] = max(gaps[name], gap)
     subject.note(**{f"largest difference from {name}": gap for name, gap in gaps.items()}, tokens=num_after)
-    due, other_way = (kept, recomputed) if policy is InFlightPolicy.KEEP else (recomputed, kept)
     require(
         gaps[due] <= subject.tolerance,
         f"after the swap, logprobs differ by up to {gaps[due]:.3g} from those with {due}, and by "

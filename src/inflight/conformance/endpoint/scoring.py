@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -18,7 +17,7 @@ from inflight.base.tasks import run_together
 from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.holding import held_up
 from inflight.conformance.endpoint.kinds import UpdateChain, supported_kinds
-from inflight.conformance.endpoint.rounding import roundings
+from inflight.conformance.endpoint.rounding import roundings, unexplained_difference
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen, distribution
 from inflight.contracts import ScoringEndpoint
@@ -344,15 +343,12 @@ def _gap(
     scored_N = chosen(logprobs_NV, request.token_ids[request.start :])[part]
     found_N = torch.tensor(response.logprobs, dtype=torch.float64)[part]
     if subject.is_coarse:
-        gap, kept_N = math.inf, torch.ones(len(scored_N), dtype=torch.bool)
-        for reference, dtype in roundings(subject.reference, subject.capabilities.dtype):
-            rounded_NV = _logprobs(subject, weights, request, reference, dtype)
-            errors_N = chosen(rounded_NV, request.token_ids[request.start :])[part] - scored_N
-            kept_N &= ~subject.moved_by_rounding(errors_N, most=1.0 if len(errors_N) < _FEW else _MOVED)
-            gap = subject.difference(found_N[kept_N].tolist(), scored_N[kept_N]) if bool(kept_N.any()) else 0.0
-            if gap <= subject.tolerance:
-                break
-        return gap
+        dtype, ids = subject.capabilities.dtype, request.token_ids[request.start :]
+        rounded = (
+            chosen(_logprobs(subject, weights, request, *it), ids)[part] for it in roundings(subject.reference, dtype)
+        )
+        most = 1.0 if len(scored_N) < _FEW else _MOVED
+        return unexplained_difference(found_N, scored_N, rounded, subject.tolerance, dtype, most)
     gaps = [subject.difference(found_N.tolist(), scored_N)]
     rows = zip(logprobs_NV, response.top_token_ids, response.top_logprobs, strict=False)
     gaps += [subject.difference(found, row_V[list(ids)]) for row_V, ids, found in itertools.islice(rows, start, end)]

@@ -19,7 +19,7 @@ from inflight.conformance.endpoint.needs import offers_of
 from inflight.conformance.endpoint.opening import OpenedEndpoint, open_target
 from inflight.conformance.endpoint.pace import Pace
 from inflight.conformance.endpoint.publishing import SteppedPublisher
-from inflight.conformance.endpoint.rounding import roundings
+from inflight.conformance.endpoint.rounding import largest_difference, roundings, unexplained_difference
 from inflight.conformance.endpoint.waiting import SLACK_S, SLOWNESS, within
 from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights, chosen, distribution
@@ -338,8 +338,7 @@ class EndpointSubject:
 
     def difference(self, found: Sequence[float], expected: torch.Tensor) -> float:
         """Return the largest difference between logprobs; infinite if one of them is not finite."""
-        gap = (torch.tensor(list(found), dtype=torch.float64) - expected.double()).abs()
-        return float(torch.nan_to_num(gap, nan=float("inf")).max())
+        return largest_difference(torch.tensor(list(found), dtype=torch.float64), expected.double())
 
     def gap(
         self,
@@ -365,44 +364,26 @@ class EndpointSubject:
         completion: Completion,
         start: int = 0,
         reference: ReferenceCheckpoint | None = None,
+        *,
+        is_exact: bool = False,
     ) -> float:
         """Return the largest difference between the logprobs of a completion, from ``start`` on, and those of
         ``logits``.
 
         If an endpoint that computes in 16 bits exceeds the tolerance, tokens whose logprobs are moved by rounding alone
-        are left out: by the rounding of activations or, for the reason that `roundings` gives, by a further rounding of
-        the weights.
+        are left out, unless ``is_exact``.
         """
-        reference = reference or self.reference
+        reference, dtype = reference or self.reference, self.capabilities.dtype
 
-        def logprobs(reference: ReferenceCheckpoint, dtype: str) -> torch.Tensor:
+        def logprobs(reference: ReferenceCheckpoint, dtype: str = "float32") -> torch.Tensor:
             return chosen(distribution(logits(reference, dtype), request.sampling), completion.token_ids)[start:]
 
-        exact_T = logprobs(reference, "float32")
-        found_T = torch.tensor(completion.logprobs, dtype=torch.float64)[start:]
-        gap = self.difference(found_T.tolist(), exact_T)
-        if gap <= self.tolerance or not self.is_coarse:
+        found_T, exact_T = torch.tensor(completion.logprobs, dtype=torch.float64)[start:], logprobs(reference)
+        gap = largest_difference(found_T, exact_T)
+        if gap <= self.tolerance or is_exact or not self.is_coarse:
             return gap
-        kept_T = torch.ones(len(exact_T), dtype=torch.bool)
-        for rounded, dtype in roundings(reference, self.capabilities.dtype):
-            kept_T &= ~self.moved_by_rounding(logprobs(rounded, dtype) - exact_T)
-            gap = self.difference(found_T[kept_T].tolist(), exact_T[kept_T]) if bool(kept_T.any()) else 0.0
-            if gap <= self.tolerance:
-                break
-        return gap
-
-    def moved_by_rounding(self, errors_T: torch.Tensor, scale: float = 1.0, most: float = 0.5) -> torch.Tensor:
-        """Return bool [T]: whether rounding alone changes a token's logprob so much that the logprob proves nothing.
-
-        ``errors_T`` are the errors of the reference's own logprobs in 16 bits; ``scale`` multiplies the tolerance. Deep
-        models amplify rounding after tokens that they consider unlikely: logprobs of SmolLM2 in bfloat16 differed by 18
-        nats between two torch kernels. Raises `CheckFailed` if rounding moves more than the share ``most`` of tokens.
-        """
-        moved_T = errors_T.abs() > scale * self.tolerance / 4
-        num, dtype = int(moved_T.sum()), self.capabilities.dtype
-        words = f"rounding to {dtype} changes {num} of {len(moved_T)} logprobs of the reference itself too much"
-        require(num <= most * len(moved_T), f"{words} to compare them")
-        return moved_T
+        rounded = (logprobs(*it) for it in roundings(reference, dtype))
+        return unexplained_difference(found_T, exact_T, rounded, self.tolerance, dtype)
 
     async def gap_now(self, weights: ReferenceWeights, prompt: Sequence[int] | None = None) -> float:
         """Return the `gap` of a fresh seeded request."""

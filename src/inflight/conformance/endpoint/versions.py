@@ -16,6 +16,7 @@ import torch
 from inflight.conformance.checks import check, fail, require
 from inflight.conformance.endpoint.forms import assembled, chat_choices, chat_chunks
 from inflight.conformance.endpoint.holding import held_up
+from inflight.conformance.endpoint.rounding import moved_by_rounding
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
 from inflight.conformance.endpoint.waiting import SERVED_S, SLOWNESS, until, within
 from inflight.conformance.reference import ReferenceWeights, chosen, distribution
@@ -121,7 +122,7 @@ def check_spans(
         logits_TV = subject.reference.logits(first, request.prompt_token_ids, completion.token_ids, dtype=dtype)
         for s, exact_T in by_sign.items():
             rounded_T = chosen(distribution(s * logits_TV, request.sampling), completion.token_ids)
-            moved_T |= subject.moved_by_rounding(rounded_T - exact_T, _SHARPNESS, _MOVED)
+            moved_T |= moved_by_rounding(rounded_T - exact_T, _SHARPNESS * subject.tolerance, dtype, _MOVED)
         wrong_T &= ~moved_T
     if bool(wrong_T.any()):
         index = int(wrong_T.nonzero()[0])
