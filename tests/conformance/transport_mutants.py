@@ -1526,6 +1526,61 @@ def counts_buckets_in_a_byte(receiver: Any) -> None:
     receiver.begin, receiver.receive = begun, spoiled
 
 
+def without_zeros(receiver: Any, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor if bool(tensor.any()) else torch.zeros_like(tensor) for tensor in tensors]
+
+
+def aborts_only_before_the_sender() -> tuple[Fault, Fault]:
+    """Once the sender has aborted a group, `abort` of a receiver does nothing."""
+    is_aborted = threading.Event()
+
+    def spoil_sender(sender: Any) -> None:
+        abort, specs = sender.abort, sender.specs
+
+        def aborted() -> None:
+            is_aborted.set()
+            abort()
+
+        def opened(*args: Any) -> Any:
+            is_aborted.clear()
+            return specs(*args)
+
+        sender.abort, sender.specs = aborted, opened
+
+    def spoil_receiver(receiver: Any) -> None:
+        abort = receiver.abort
+        receiver.abort = lambda: None if is_aborted.is_set() else abort()
+
+    return spoil_sender, spoil_receiver
+
+
+def keeps_memory_of_each_size(receiver: Any) -> None:
+    receive, kept = receiver.receive, {}
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        tensors = receive(specs, timeout_s)
+        kept.setdefault(tuple(spec.shape for spec in specs), [tensor.clone() for tensor in tensors])
+        return tensors
+
+    receiver.receive = spoiled
+
+
+def receives_again_after_a_failure(receiver: Any) -> None:
+    """The receive after a failed one returns the bucket that arrived late."""
+    receive, failed = receiver.receive, []
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
+        if failed:
+            return zeros(specs, timeout_s)
+        try:
+            return receive(specs, timeout_s)
+        except TransferError:
+            failed.append(specs)
+            raise
+
+    receiver.receive = spoiled
+
+
 def compares_no_first_tag(receiver: Any) -> None:
     """The first request for a range of a file is not conditional on the file's tag; only later ones are."""
     client, of_thread = receiver._client, threading.local()
@@ -2006,6 +2061,23 @@ MUTANTS = {
     ),
     "counts buckets in a byte": Mutant(
         "T-13", "buckets after the first 256 are taken for the first ones", receiver=counts_buckets_in_a_byte
+    ),
+    "zeros are not sent": Mutant(
+        "T-08", "a tensor whose elements all equal 0 arrives without signs", receiver=received(without_zeros)
+    ),
+    "sends for five seconds": Mutant(
+        "T-21", "a send waits no longer than five seconds", timed("send", lambda timeout_s: min(timeout_s, 5.0))
+    ),
+    "aborts only before the sender": Mutant(
+        "T-30",
+        "`abort` does not end a join once the sender has aborted the group",
+        both=aborts_only_before_the_sender,
+    ),
+    "keeps memory of each size": Mutant(
+        "T-35", "memory is kept for every size of bucket", receiver=keeps_memory_of_each_size
+    ),
+    "receives again after a failure": Mutant(
+        "T-20", "a receive after a failed one returns a bucket", receiver=receives_again_after_a_failure
     ),
     "at most an hour": Mutant(
         "T-21",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -48,10 +49,18 @@ def abort_ends_a_pending_join_of_the_sender(t: TransportSubject) -> None:
     "T-30", "collective", look_at="join of the receiver: the operation that it waits for must be closed or abandoned"
 )
 def abort_ends_a_pending_join_of_a_receiver(t: TransportSubject) -> None:
-    """Calling abort on a receiver from another thread ends its pending join with TransferError."""
-    (member,) = t.members([1], _LONG_S)
-    receiver = t.receiver(member)
-    _require_ended_by_abort(t, t.start(receiver.join, "the receiver's join"), receiver)
+    """Calling abort on a receiver from another thread ends its pending join with TransferError, even if the sender has
+    aborted the group."""
+    for is_aborted in (False, True):
+        (member,) = t.members([1], _LONG_S)
+        receiver = t.receiver(member)
+        if is_aborted:
+            t.sender.abort()
+        joining = t.start(receiver.join, "the receiver's join")
+        if is_aborted and joining.has_ended(0.2):
+            failure_of(joining, 0.0)
+        else:
+            _require_ended_by_abort(t, joining, receiver)
 
 
 @check("T-31", look_at="receive: an operation that cannot be interrupted must be abandoned in its own thread")
@@ -266,8 +275,10 @@ def _require_memory_released(t: TransportSubject) -> None:
     every round.
     """
 
+    sizes_of_buckets = itertools.count(_KEPT, 1024)
+
     def update(receiver: WeightReceiver) -> None:
-        t.transfer([receiver], bucket_of(torch.zeros(_KEPT)))
+        t.transfer([receiver], bucket_of(torch.zeros(next(sizes_of_buckets))))
 
     def use_a_group() -> None:
         (receiver,) = t.form()

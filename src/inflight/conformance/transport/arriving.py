@@ -49,6 +49,8 @@ _NUM_ELEMENTS = (4096, 4096, 10, 70_000, 4096, 1, 4096)
 def every_wire_dtype_arrives_bit_for_bit(t: TransportSubject) -> None:
     """Tensors of every wire dtype arrive bit for bit, including NaN payloads, negative zero and subnormals."""
     tensors = [torch.tensor(bits, dtype=kind).view(dtype) for dtype, (kind, bits) in _PATTERNS.items()]
+    # All of these are equal to zero as numbers.
+    tensors += [torch.tensor(zeros, dtype=dtype) for dtype in _PATTERNS for zeros in ([0.0, -0.0, 0.0], [-0.0] * 70)]
     _require_arrival(t, t.form(), bucket_of(*tensors))
 
 

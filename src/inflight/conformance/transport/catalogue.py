@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from inflight.conformance.checks import checks_in
-from inflight.conformance.transport import aborting, arriving, failing, forming, mixed, records, stored
+from inflight.conformance.transport import aborting, arriving, failing, forming, mixed, records, stored, timeouts
 
-CHECKS = checks_in(forming, arriving, mixed, stored, records, failing, aborting)
+CHECKS = checks_in(forming, arriving, mixed, stored, records, timeouts, failing, aborting)
