@@ -1565,22 +1565,6 @@ def keeps_memory_of_each_size(receiver: Any) -> None:
     receiver.receive = spoiled
 
 
-def receives_again_after_a_failure(receiver: Any) -> None:
-    """The receive after a failed one returns the bucket that arrived late."""
-    receive, failed = receiver.receive, []
-
-    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> list[torch.Tensor]:
-        if failed:
-            return zeros(specs, timeout_s)
-        try:
-            return receive(specs, timeout_s)
-        except TransferError:
-            failed.append(specs)
-            raise
-
-    receiver.receive = spoiled
-
-
 def compares_no_first_tag(receiver: Any) -> None:
     """The first request for a range of a file is not conditional on the file's tag; only later ones are."""
     client, of_thread = receiver._client, threading.local()
@@ -2075,9 +2059,6 @@ MUTANTS = {
     ),
     "keeps memory of each size": Mutant(
         "T-35", "memory is kept for every size of bucket", receiver=keeps_memory_of_each_size
-    ),
-    "receives again after a failure": Mutant(
-        "T-20", "a receive after a failed one returns a bucket", receiver=receives_again_after_a_failure
     ),
     "at most an hour": Mutant(
         "T-21",

@@ -130,14 +130,14 @@ class TransportSubject:
     def neighbour(self, run_id: str) -> TransportSubject:
         """Return a separate subject that has another sender in this process, for another run.
 
-        The sender creates its own directory if it supports that. The ends of the new subject are aborted after the
+        The sender of a store creates its own directory if it can. The ends of the new subject are aborted after the
         check, together with those of this subject.
         """
         other = copy.copy(self)
         other._run_id, other._version = run_id, 0
         try:
-            other._pair = open_pair(self._target, None)
-        except ConfigError:
+            other._pair = open_pair(self._target, self.directory if self.sender.is_collective else None)
+        except ConfigError:  # its endpoints cannot see a directory of its own
             other._pair = open_pair(self._target, self.directory)
         self._other_senders.append(other.sender)
         return other
