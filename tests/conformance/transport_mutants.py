@@ -1326,23 +1326,42 @@ def keeps_one_listener(sender: Any) -> None:
     sender.join = spoiled
 
 
-def trusts_the_first_address(sender: Any) -> None:
-    """A bucket is not written if its first tensor lies at the start of its reserved memory."""
-    allocate = sender._memory.allocate
+def arenas_written(spoiled: Callable[[Any, Callable[..., None], int, WeightBucket, Attempt], None]) -> Fault:
+    """Write buckets to arenas with ``spoiled``, which receives the memory and its own method before the arguments."""
 
-    def allocated(*args: Any) -> Any:
-        memory = allocate(*args)
-        write = memory.write
+    def spoil(sender: Any) -> None:
+        allocate = sender._memory.allocate
 
-        def spoiled(start: int, bucket: WeightBucket, attempt: Attempt) -> None:
-            target = memory.view(start, start + sum(it.nbytes for it in bucket.tensors))
-            if target is None or not bucket.tensors or target.data_ptr() != bucket.tensors[0].data_ptr():
-                write(start, bucket, attempt)
+        def allocated(*args: Any) -> Any:
+            memory = allocate(*args)
+            write = memory.write
+            memory.write = lambda start, bucket, attempt: spoiled(memory, write, start, bucket, attempt)
+            return memory
 
-        memory.write = spoiled
-        return memory
+        sender._memory.allocate = allocated
 
-    sender._memory.allocate = allocated
+    return spoil
+
+
+def unless_the_first_tensor_lies_there(
+    memory: Any, write: Callable[..., None], start: int, bucket: WeightBucket, attempt: Attempt
+) -> None:
+    target = memory.view(start, start + sum(it.nbytes for it in bucket.tensors))
+    if target is None or not bucket.tensors or target.data_ptr() != bucket.tensors[0].data_ptr():
+        write(start, bucket, attempt)
+
+
+def one_after_another(
+    memory: Any, write: Callable[..., None], start: int, bucket: WeightBucket, attempt: Attempt
+) -> None:
+    """Copy tensors to the arena one after another, even over others of the bucket that lie there."""
+    target = memory.view(start, start + sum(it.nbytes for it in bucket.tensors))
+    if target is None:
+        return write(start, bucket, attempt)
+    for tensor in bucket.tensors:
+        data = pack([tensor])
+        target[: data.numel()] = data
+        target = target[data.numel() :]
 
 
 def counts_leases_on_the_newest(sender: Any) -> None:
@@ -1376,29 +1395,6 @@ def reuses_the_memory_of_dropped_objects(receiver: Any) -> None:
         return found
 
     receiver.receive = spoiled
-
-
-def packs_in_place(sender: Any) -> None:
-    """Tensors are copied to the arena one after another, even over others of the bucket that lie there."""
-    allocate = sender._memory.allocate
-
-    def allocated(*args: Any) -> Any:
-        memory = allocate(*args)
-        write = memory.write
-
-        def spoiled(start: int, bucket: WeightBucket, attempt: Attempt) -> None:
-            target = memory.view(start, start + sum(it.nbytes for it in bucket.tensors))
-            if target is None:
-                return write(start, bucket, attempt)
-            for tensor in bucket.tensors:
-                data = pack([tensor])
-                target[: data.numel()] = data
-                target = target[data.numel() :]
-
-        memory.write = spoiled
-        return memory
-
-    sender._memory.allocate = allocated
 
 
 def keeps_what_it_sends(sender: Any) -> None:
@@ -1450,7 +1446,7 @@ def begins_no_send_without_time(sender: Any) -> None:
 
     def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
         if timeout_s < 0.001:
-            raise TransferError(f"sending bucket {bucket.index} failed: there is no time")
+            raise TransferError(f"sending bucket {bucket.index} failed: its timeout has expired")
         send(bucket, timeout_s)
 
     sender.send = spoiled
@@ -1965,7 +1961,7 @@ MUTANTS = {
     "trusts the first address": Mutant(
         "T-16",
         "shm: a bucket is not written if its first tensor lies at the start of its reserved memory",
-        trusts_the_first_address,
+        arenas_written(unless_the_first_tensor_lies_there),
         transport="shm",
     ),
     "counts leases on the newest": Mutant(
@@ -2014,7 +2010,7 @@ MUTANTS = {
     "packs in place": Mutant(
         "T-16",
         "shm: a tensor is copied over another tensor of its bucket that lies in reserved memory",
-        packs_in_place,
+        arenas_written(one_after_another),
         transport="shm",
     ),
     "keeps what it sends": Mutant("T-35", "the sender keeps a copy of every bucket", keeps_what_it_sends),

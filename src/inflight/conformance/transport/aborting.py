@@ -271,10 +271,8 @@ def _require_constant_descriptors(t: TransportSubject) -> None:
 def _require_memory_released(t: TransportSubject) -> None:
     """Fail if the updates of an open group, or groups that have ended, keep the memory of what was sent.
 
-    Allocators keep some memory for each of many threads, so growth is an error only if it continues in
-    every round.
+    Allocators keep some memory for each of many threads, so growth is an error only if it continues in every round.
     """
-
     sizes_of_buckets = itertools.count(_KEPT, 1024)
 
     def update(receiver: WeightReceiver) -> None:
