@@ -44,6 +44,17 @@ def test_an_unusual_engine_passes(kit: Kit, check) -> None:
     assert verdict.outcome in (CheckOutcome.PASSED, CheckOutcome.SKIPPED), f"{verdict.message}\n{verdict.stacks}"
 
 
+@pytest.mark.parametrize(("check", "late"), [("U-46", "commit_weight_update"), ("E-35", "request_weight_update")])
+def test_a_call_that_arrives_after_the_requests_have_ended_is_rightly_accepted(check: str, late: str, tmp_path: Path):
+    target = EndpointTarget(factory="tests.conformance.unusual:make_late", options={"late": late})
+    subject = JudgedEndpoint(target, tmp_path, 60)
+    try:
+        verdict = judge(subject, CHECK_OF_ID[check]).verdict
+    finally:
+        subject.close()
+    assert verdict.outcome is CheckOutcome.PASSED, verdict.message
+
+
 @pytest.mark.parametrize(
     ("fault", "check", "words"),
     [

@@ -7,12 +7,14 @@ trainer of several ranks. A ``fault`` is one of the model's computation, which c
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
+from inflight.engines.embedded.loading import load_endpoint
 from inflight.weights.receive.base_weights import AdaptedWeights
 from inflight.weights.receive.receiver import UpdateReceiver
 from inflight.weights.receive.staged_sink import StagedSink
@@ -25,6 +27,23 @@ def make(model_dir: Path, **options: Any) -> UnusualEndpoint:
     """Return the endpoint; options of the command line are strings."""
     numbers = {name: int(value) for name, value in options.items() if name != "fault"}
     return UnusualEndpoint(model_dir, **numbers, fault=options.get("fault", ""))
+
+
+def make_late(model_dir: Path, late: str, **options: Any) -> Any:
+    """Return an embedded endpoint whose first call of the method ``late`` while requests run arrives once they have
+    ended."""
+    endpoint = load_endpoint(model_dir, **options)
+    method, is_first = getattr(endpoint, late), True
+
+    async def call(*arguments: Any) -> Any:
+        nonlocal is_first
+        while is_first and (await endpoint.weight_version()).num_running:
+            await asyncio.sleep(0.01)
+            is_first = (await endpoint.weight_version()).num_running > 0
+        return await method(*arguments)
+
+    setattr(endpoint, late, call)
+    return endpoint
 
 
 class UnusualEndpoint(ThreadedEndpoint):

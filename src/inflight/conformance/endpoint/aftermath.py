@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from inflight.conformance.checks import fail, require
 from inflight.conformance.endpoint.subject import EndpointSubject, Running
-from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, SLOWNESS, within
+from inflight.conformance.endpoint.waiting import GRACE_S, SERVED_S, SLACK_S, SLOWNESS, within
 from inflight.conformance.reference import ReferenceWeights
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import PoisonedError
@@ -103,6 +104,28 @@ def require_serving(answer: WeightVersion, version: int, what: str) -> None:
         f"{what} answered {answer.state} at version {answer.version} (updating to {answer.updating_to}), "
         f"not ready at {version}",
     )
+
+
+async def require_refused_while_running(
+    subject: EndpointSubject, num: int, num_tokens: int, act: Callable[[], Coroutine[Any, Any, None]], what: str
+) -> Running:
+    """Require that ``act``, which waits for running requests to end, is refused; return the requests.
+
+    On a busy machine, requests of ``num_tokens`` may have ended before ``act`` reaches the endpoint, which then accepts
+    it rightly; the attempt is repeated with longer requests. ``act`` must therefore restore the weights that were
+    served if it is accepted.
+    """
+    for length in subject.lengths(num_tokens):
+        running = await subject.start_running(num, max_tokens=length)
+        acting = subject.begin(act())
+        await asyncio.wait([acting], timeout=SERVED_S * SLOWNESS.get())
+        if acting.done() and acting.exception() is None:
+            await asyncio.wait([task for _, task in running], timeout=GRACE_S)
+            if all(task.done() for _, task in running):
+                continue
+        await subject.require_refused(acting, what)
+        return running
+    fail(f"{what} was accepted (it began while requests of {length} tokens were running)")
 
 
 async def require_recovers(subject: EndpointSubject, when: str) -> None:

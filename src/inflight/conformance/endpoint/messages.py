@@ -13,6 +13,7 @@ from inflight.conformance.endpoint.aftermath import (
     require_all_whole,
     require_old_weights,
     require_recovers,
+    require_refused_while_running,
     require_serving,
     wait_until_settled,
 )
@@ -102,21 +103,30 @@ async def messages_out_of_order(subject: EndpointSubject) -> None:
 
 async def _commit_before_the_pause(subject: EndpointSubject, weights: ReferenceWeights) -> None:
     """Send every bucket while the endpoint drains; require that a commit is refused until the pause is in effect."""
-    running = await subject.start_running(2, max_tokens=min(200, subject.context_len // 2))
-    update = subject.publisher.announcement(weights, in_flight=InFlightPolicy.DRAIN)
-    pausing = subject.begin(subject.endpoint.request_weight_update(update))
-    await asyncio.sleep(0.03)
-    try:
-        await subject.publisher.send(update, weights, 0)
-    except UpdateRefusedError as error:  # before the pause, a bucket may be refused or staged
-        subject.note(**{"a bucket before the pause": str(error)})
-    if not pausing.done():
-        commit = subject.endpoint.commit_weight_update(update.ref)
-        await subject.require_refused(commit, "a commit before the pause was acknowledged")
-    await pausing
-    await subject.publisher.abort(update)
+    publisher, endpoint = subject.publisher, subject.endpoint
+
+    async def commit() -> None:
+        update = publisher.announcement(weights, in_flight=InFlightPolicy.DRAIN)
+        publisher.begin(update)
+        pausing = subject.begin(endpoint.request_weight_update(update))
+        await asyncio.sleep(0.03)
+        try:
+            await publisher.send(update, weights, 0)
+        except UpdateRefusedError as error:  # before the pause, a bucket may be refused or staged
+            subject.note(**{"a bucket before the pause": str(error)})
+        try:
+            await publisher.commit(update)
+        except UpdateRefusedError:
+            await pausing
+            await publisher.abort(update)
+            raise
+        finally:
+            publisher.lose_group()
+        await publisher.publish(subject.reference.weights)
+
+    what = "a commit before the pause was acknowledged"
+    running = await require_refused_while_running(subject, 2, min(200, subject.context_len // 2), commit, what)
     await require_all_whole(running, "a request that was drained while messages arrived out of order")
-    subject.publisher.lose_group()
 
 
 @check("U-47", "updates", deadline_s=40)

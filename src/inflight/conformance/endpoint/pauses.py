@@ -5,15 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 from inflight.base.tasks import cancel_and_wait
-from inflight.conformance.checks import check, fail, look_at, require
+from inflight.conformance.checks import check, look_at, require
 from inflight.conformance.endpoint.aftermath import (
     require_all_sampled_from,
     require_all_whole,
     require_old_weights,
+    require_refused_while_running,
     until_running,
 )
 from inflight.conformance.endpoint.forms import assembled
@@ -31,6 +30,8 @@ _NUM_TOKENS_OF_A_DRAIN = 600
 _NUM_TOKENS = 150
 """Number of tokens of each running request: enough for it to still be running when a pause follows immediately."""
 _SHORT_DRAIN_S = 0.03
+_NUM_OUT_OF_TIME = 500
+"""Number of tokens of requests that outlast the shortest drain."""
 _MOST_SLOTS = 64
 """Maximum number of slots that a check fills to make further requests wait."""
 _ADMITTED_S = 0.1
@@ -237,7 +238,9 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
         await publisher.abort(update)
         await publisher.form_group()
 
-    running = await _require_drain_refused(subject, 4, drain, "a drain that exceeds its deadline")
+    length = min(_NUM_OUT_OF_TIME, subject.context_len * 3 // 4)
+    what = "a drain that exceeds its deadline"
+    running = await require_refused_while_running(subject, 4, length, drain, what)
     if subject.capabilities.max_concurrent_sequences > len(running):
         await require_all_whole(subject.start(1, 16), "a request after a drain was refused")
     await require_old_weights(subject, "after a drain was refused")
@@ -245,25 +248,6 @@ async def drain_out_of_time(subject: EndpointSubject) -> None:
     await require_all_whole(subject.start(1, 16), "a request after those that a refused drain waited for had ended")
     if subject.capabilities.staging:
         await _drain_out_of_time_at_the_commit(subject)
-
-
-async def _require_drain_refused(
-    subject: EndpointSubject, num: int, drain: Callable[[], Coroutine[Any, Any, None]], what: str
-) -> Running:
-    """Require that ``drain`` is refused while requests run, and return the requests.
-
-    On a busy machine, the requests may end before the drain begins; the attempt is then repeated with longer requests.
-    If the update is accepted, ``drain`` must end it and restore the weights that were served.
-    """
-    for length in subject.lengths(min(500, subject.context_len * 3 // 4)):
-        running = await subject.start_running(num, max_tokens=length)
-        draining = subject.begin(drain())
-        await asyncio.wait([draining], timeout=SERVED_S)
-        if draining.done() and draining.exception() is None and all(task.done() for _, task in running):
-            continue
-        await subject.require_refused(draining, what)
-        return running
-    fail(f"{what} was accepted (it began while requests of {length} tokens were running)")
 
 
 async def _drain_out_of_time_at_the_commit(subject: EndpointSubject) -> None:
@@ -285,7 +269,8 @@ async def _drain_out_of_time_at_the_commit(subject: EndpointSubject) -> None:
         update = await stage()
 
     what = "the commit of a staged update whose drain exceeds its deadline"
-    running = await _require_drain_refused(subject, 2, commit, what)
+    length = min(_NUM_OUT_OF_TIME, subject.context_len * 3 // 4)
+    running = await require_refused_while_running(subject, 2, length, commit, what)
     publisher.lose_group()
     when = "after the commit of a staged update failed to drain in time"
     await require_all_whole(running, f"a request that ran {when}")
