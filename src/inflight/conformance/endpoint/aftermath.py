@@ -106,6 +106,11 @@ def require_serving(answer: WeightVersion, version: int, what: str) -> None:
     )
 
 
+async def require_undisturbed(running: Running, what: str) -> None:
+    """Require that requests which have ended meanwhile are complete: a fast endpoint may have filled their contexts."""
+    await require_all_whole([it for it in running if it[1].done()], what)
+
+
 async def require_refused_while_running(
     subject: EndpointSubject, num: int, num_tokens: int, act: Callable[[], Coroutine[Any, Any, None]], what: str
 ) -> Running:

@@ -8,7 +8,7 @@ from typing import Any
 
 from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require
-from inflight.conformance.endpoint.aftermath import require_right_logprobs, until_running
+from inflight.conformance.endpoint.aftermath import require_right_logprobs, require_undisturbed, until_running
 from inflight.conformance.endpoint.needs import ENCODINGS, STORES
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import ReferenceWeights
@@ -113,7 +113,7 @@ async def unsupported_policies(subject: EndpointSubject) -> None:
     subject.note(undeclared=undeclared)
     if not undeclared:
         return
-    ((request, running),) = await subject.start_running(1)
+    running = await subject.start_running(1)
     await subject.publisher.form_group()
     for policy in undeclared:
         update = subject.publisher.announcement(subject.reference.perturbed("B"), in_flight=policy)
@@ -121,7 +121,7 @@ async def unsupported_policies(subject: EndpointSubject) -> None:
         what = f"an update under {policy}, which is not supported,"
         await subject.require_raises(call, (UnsupportedError, UpdateRefusedError), what)
         await subject.require_state(EndpointState.READY, f"after {policy} was refused")
-        require(not running.done(), f"request {request.request_id} ended when {policy} was refused")
+        await require_undisturbed(running, f"a request that ran when {policy} was refused")
     await subject.require_serves(subject.reference.weights, "after the refusals")
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from inflight.base.tasks import cancel_and_wait
 from inflight.conformance.checks import check, fail, look_at, require
-from inflight.conformance.endpoint.aftermath import until_running
+from inflight.conformance.endpoint.aftermath import require_undisturbed, until_running
 from inflight.conformance.endpoint.http import require_healthy
 from inflight.conformance.endpoint.loras import SPEC as LORA
 from inflight.conformance.endpoint.loras import make_lora, merge_lora
@@ -41,8 +41,7 @@ async def refused_while_busy(subject: EndpointSubject) -> None:
         await subject.require_state(EndpointState.READY, "after a release was refused")
         if subject.capabilities.max_concurrent_sequences > len(running):
             await subject.generate()
-        for request, task in running:
-            require(not task.done(), f"request {request.request_id} ended when a release was refused")
+        await require_undisturbed(running, "a request that ran when a release was refused")
     await cancel_and_wait(*(task for _, task in running))
     if subject.capabilities.streaming:
         await until_running(subject, 0, SERVED_S, "cancelled requests still ran")

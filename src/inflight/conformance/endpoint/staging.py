@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.endpoint.aftermath import require_all_whole, require_old_weights, require_serving
+from inflight.conformance.endpoint.aftermath import (
+    require_all_whole,
+    require_old_weights,
+    require_serving,
+    require_undisturbed,
+)
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.endpoint.waiting import SERVED_S, SLACK_S, within
 from inflight.wire import Completion, EndpointState, GenerateRequest, InFlightPolicy
@@ -41,10 +46,11 @@ async def _stage_and_abort_requests(subject: EndpointSubject) -> None:
     running = await subject.start_running(_num_leaving_one_slot(subject))
     update = await publisher.request(weights, staged=True, in_flight=InFlightPolicy.ABORT)
     await publisher.send_all(update, weights)
-    for request, task in running:
-        require(not task.done(), f"request {request.request_id} ended before a staged update under abort was committed")
+    await require_undisturbed(running, "a request that ended before a staged update under abort was committed")
+    left = [task for _, task in running if not task.done()]
+    subject.note(**{"running when a staged update under abort was committed": len(left)})
     await publisher.commit(update)
-    for _, task in running:
+    for task in left:
         response = await within(SLACK_S, task, "a request that ran when a staged update under abort was committed")
         reason = response.completions[0].finish_reason
         words = f"a request that ran when a staged update under abort was committed ended with {reason!r}"
