@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight.conformance.checks import CheckFailed
-from inflight.conformance.endpoint.rounding import moved_by_rounding, roundings
+from inflight.conformance.endpoint.rounding import moved_by_rounding, roundings, unexplained_difference
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.reference import ReferenceCheckpoint, chosen, distribution
 from inflight.conformance.targets import EndpointTarget
@@ -100,3 +100,11 @@ def test_a_reference_that_rounding_moves_almost_everywhere_is_no_reference() -> 
     with pytest.raises(CheckFailed, match="changes 2 of 3 logprobs of the reference"):
         moved_by_rounding(torch.tensor([0.0, -0.2, 0.3]), 0.5, "bfloat16")
     assert moved_by_rounding(torch.tensor([0.0, -0.2, 0.3]), 0.5, "bfloat16", most=0.75).sum() == 2
+
+
+def test_a_comparison_that_different_roundings_leave_hardly_any_token_for_is_refused() -> None:
+    exact_T, found_T = torch.zeros(8), torch.full((8,), 2.0)
+    moved = [torch.zeros(8).index_fill(0, torch.arange(start, start + 4), 1.0) for start in (0, 2, 4)]
+    assert unexplained_difference(found_T, exact_T, moved[:2], 0.5, "bfloat16") == 2.0
+    with pytest.raises(CheckFailed, match="leave 0 of 8 logprobs of the reference itself unchanged: too few"):
+        unexplained_difference(found_T, exact_T, moved[::2], 0.5, "bfloat16")

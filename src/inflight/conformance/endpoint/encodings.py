@@ -52,7 +52,9 @@ async def frozen_tensors(subject: EndpointSubject) -> None:
     outside = {name: it for name, it in reference.perturbed("B").tensors.items() if ".layers." not in name}
     layers = tuple(name for name in others if name not in outside)
     await publisher.publish(ReferenceWeights("its embedding, final norm and head", outside), frozen=layers)
-    changed = ReferenceWeights("B outside the layers of A", {**reference.weights.tensors, **outside})
+    changed = ReferenceWeights(
+        "A with the embedding, the final norm and the head of B", {**reference.weights.tensors, **outside}
+    )
     await subject.require_serves(changed, "after an update of the embedding, the final norm and the head alone")
 
 

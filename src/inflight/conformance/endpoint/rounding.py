@@ -12,6 +12,8 @@ from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights
 
 _NUM_ROUNDINGS = 4
 """Number of different ways in which the weights are rounded a second time."""
+_LEAST_COMPARED = 0.25
+"""Smallest share of tokens that must be left after those that any of the roundings moves."""
 
 
 def largest_difference(found_T: torch.Tensor, expected_T: torch.Tensor) -> float:
@@ -31,11 +33,17 @@ def unexplained_difference(
     """Return the largest difference between logprobs [T], without tokens whose logprobs rounding alone moves.
 
     ``rounded`` are the logprobs [T] of the reference in the order of `roundings`; those after the first that explains
-    every difference beyond the tolerance are not computed. Raises `CheckFailed` like `moved_by_rounding`.
+    every difference beyond the tolerance are not computed. Raises `CheckFailed` like `moved_by_rounding`, and if the
+    roundings together leave fewer than a quarter of the tokens.
     """
     gap, kept_T = float("inf"), torch.ones(len(exact_T), dtype=torch.bool)
     for rounded_T in rounded:
         kept_T &= ~moved_by_rounding(rounded_T - exact_T, tolerance, dtype, most)
+        num = int(kept_T.sum())
+        words = (
+            f"different roundings to {dtype} leave {num} of {len(kept_T)} logprobs of the reference itself unchanged"
+        )
+        require(num >= _LEAST_COMPARED * len(kept_T), f"{words}: too few to compare them")
         if (gap := largest_difference(found_T[kept_T], exact_T[kept_T])) <= tolerance:
             break
     return gap
