@@ -53,7 +53,7 @@ async def frozen_tensors(subject: EndpointSubject) -> None:
     layers = tuple(name for name in others if name not in outside)
     await publisher.publish(ReferenceWeights("its embedding, final norm and head", outside), frozen=layers)
     changed = ReferenceWeights(
-        "A with the embedding, the final norm and the head of B", {**reference.weights.tensors, **outside}
+        "A with the embedding, final norm and head of B", {**reference.weights.tensors, **outside}
     )
     await subject.require_serves(changed, "after an update of the embedding, the final norm and the head alone")
 
