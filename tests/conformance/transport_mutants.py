@@ -45,7 +45,7 @@ from inflight.weights.transports import (
 )
 from inflight.weights.transports.bucket_records import BucketRecord, _record_name, round_up_to_pages, write_record
 from inflight.weights.transports.store import Attempt, read_text, regular_file
-from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef
+from inflight.wire import ProcessGroupSpec, TensorSpec, TransportSpec, UpdateRef, WeightUpdate
 
 Fault = Callable[[Any], None]
 LEFT: list[Any] = []
@@ -1480,6 +1480,57 @@ def joins_what_was_aborted(sender: Any) -> None:
     sender.join = lambda: None if is_aborted.is_set() else join()
 
 
+def sends_within_the_timeout_of_the_group(sender: Any) -> None:
+    specs, send, limits = sender.specs, sender.send, []
+
+    def opened(run_id: str, num_ranks: Sequence[int], timeout_s: float) -> Any:
+        limits.append(timeout_s)
+        return specs(run_id, num_ranks, timeout_s)
+
+    sender.specs = opened
+    sender.send = lambda bucket, timeout_s: send(bucket, min(timeout_s, limits[-1]))
+
+
+def stays_in_the_group_after_a_failure(receiver: Any) -> None:
+    """A receive that fails does not leave the group, in which a bucket may still be received ahead."""
+    receive = receiver.receive
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> Any:
+        receiver.abort = lambda: None
+        try:
+            return receive(specs, timeout_s)
+        finally:
+            del receiver.abort
+
+    receiver.receive = spoiled
+
+
+def skips_what_did_not_arrive(receiver: Any) -> None:
+    receive = receiver.receive
+
+    def spoiled(specs: Sequence[TensorSpec], timeout_s: float) -> Any:
+        try:
+            return receive(specs, timeout_s)
+        except TransferError:
+            receiver._num_received += 1
+            raise
+
+    receiver.receive = spoiled
+
+
+def keeps_the_manifest_of_an_earlier_attempt(sender: Any) -> None:
+    kept, begin = sender._store, sender._store.begin
+
+    def spoiled(update: WeightUpdate) -> None:
+        manifest = kept.directory / store.run_name(update.run_id) / store.session_name(update.ref) / "manifest.json"
+        text = manifest.read_text() if manifest.exists() else ""
+        begin(update)
+        if text:
+            manifest.write_text(text)
+
+    kept.begin = spoiled
+
+
 def orders_updates_by_their_directories(sender: Any) -> None:
     store = sender._store
     prune = store._prune
@@ -2060,5 +2111,25 @@ MUTANTS = {
         "T-21",
         "a timeout of more than an hour is treated as 0",
         receiver=timed("receive", lambda timeout_s: timeout_s if timeout_s < 3600 else 0.0),
+    ),
+    "sends within the group's timeout": Mutant(
+        "T-21", "a send takes no longer than the timeout of its group", sends_within_the_timeout_of_the_group
+    ),
+    "receives on after a failure": Mutant(
+        "T-20",
+        "after a failed receive, the bucket that is still received ahead is skipped",
+        receiver=stays_in_the_group_after_a_failure,
+    ),
+    "skips what did not arrive": Mutant(
+        "T-20",
+        "file: after a failed receive, the next receive returns the bucket after the one that was missing",
+        receiver=skips_what_did_not_arrive,
+        transport="file",
+    ),
+    "keeps an earlier manifest": Mutant(
+        "T-43",
+        "file: a new attempt under the name of a complete one keeps its manifest",
+        keeps_the_manifest_of_an_earlier_attempt,
+        transport="file",
     ),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import shutil
 import time
@@ -58,6 +59,7 @@ class MutantKind(WorkerKind):
 
 
 KIND = MutantKind()
+_PROCESS = os.getpid()
 
 
 def is_tied(worker: FsdpWorker) -> bool:
@@ -1802,6 +1804,18 @@ class LoraOfEqualRows(FsdpLoraWorker):
                     local.copy_(local[:1].expand_as(local).clone())
 
 
+class LoraKeptByVersion(FsdpLoraWorker):
+    """Rank 0 keeps what it gathered last, and gathers again only once the version has changed."""
+
+    _kept: tuple[int, list[WeightBucket]] = (-1, [])
+
+    def gather_weights(self, buckets: Sequence[BucketSpec]) -> Iterator[WeightBucket]:
+        if self._kept[0] != self.version:
+            found = list(super().gather_weights(buckets))
+            self._kept = self.version, [replace(it, tensors=tuple(t.clone() for t in it.tensors)) for it in found]
+        return iter(self._kept[1])
+
+
 class LoraNotRead(FsdpLoraWorker):
     """Reads only the counters: the weights next to config.json are those of the base."""
 
@@ -2130,6 +2144,16 @@ class LeavesInterruptedSaves(FsdpWorker):
         left = path.with_name(f".{path.name}.new")
         if self.rank == 0 and left.exists():
             left.rename(path.with_name(f".{path.name}.left"))
+        super().save(path)
+
+
+class LeavesSavesOfOtherProcesses(FsdpWorker):
+    """A save does not remove the files that an interrupted save of another process has left."""
+
+    def save(self, path: Path) -> None:
+        left = path.with_name(f".{path.name}.new")
+        if self.rank == 0 and os.getpid() != _PROCESS and left.exists():
+            left.rename(path.with_name(f".{path.name}.{_PROCESS}.new"))
         super().save(path)
 
 
@@ -2485,6 +2509,9 @@ MUTANTS = {
     "leaves_interrupted_saves": Mutant(
         LeavesInterruptedSaves, "W-76", "a save does not remove what an interrupted one has left next to the path"
     ),
+    "leaves_saves_of_other_processes": Mutant(
+        LeavesSavesOfOtherProcesses, "W-76", "a save does not remove what one of another process has left"
+    ),
     "leaves_a_lock": Mutant(LeavesALock, "W-76", "an interrupted save blocks later ones"),
     "trusts_leftovers": Mutant(TrustsLeftovers, "W-76", "`save` treats the files of an interrupted save as its own"),
     "old_removed_first": Mutant(
@@ -2528,6 +2555,9 @@ MUTANTS = {
     ),
     "lora_of_equal_rows": Mutant(LoraOfEqualRows, "W-49", "all rows of matrix A of a new LoRA are equal"),
     "lora_of_noise": Mutant(LoraOfNoise, "W-49", "matrix B of a new LoRA is not zero"),
+    "lora_kept_by_version": Mutant(
+        LoraKeptByVersion, "W-50", "the LoRA is gathered again only once the version has changed"
+    ),
     "lora_not_read": Mutant(LoraNotRead, "W-50", "`load` leaves the LoRA unchanged"),
     "no_adapter_files": Mutant(NoAdapterFiles, "W-50", "the LoRA is not saved as PEFT's files"),
     "pending_gradients_kept": Mutant(PendingGradientsKept, "W-44", "`load` keeps earlier gradients"),

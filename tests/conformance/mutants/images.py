@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
+from inflight.engines.embedded.forwards import PackedPrompt
 from inflight.engines.embedded.parameters import PreparedParameters
+from inflight.model.vision import image_features
 from inflight.wire import GenerateRequest
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import replaces
@@ -60,6 +64,33 @@ def leaving_the_tower(endpoint: EmbeddedEndpoint, load: Any, ready: PreparedPara
     load(endpoint._engine.weights.prepare(kept), *others)
 
 
+def features_kept_by_requests(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Compute the features of a request's images once, even if its completions are computed again or begin later."""
+    forwards: Any = endpoint._engine.steps._forwards
+    features: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def inputs(packed: Sequence[int], prompts: Sequence[PackedPrompt]) -> dict[str, torch.Tensor]:
+        token_ids_T, rows, found = torch.tensor(packed), [], []
+        start = len(packed) - sum(len(it.token_ids) for it in prompts)
+        embeddings_TH = forwards._model.get_input_embeddings()(token_ids_T)
+        for prompt in prompts:
+            if (tensors := prompt.image_tensors) is not None:
+                computed = features.get(id(tensors)) or (
+                    tensors,
+                    image_features(forwards._model, tensors, embeddings_TH),
+                )
+                features[id(tensors)] = computed
+                rows += [start + row for row in prompt.image_rows]
+                found.append(computed[1])
+            start += len(prompt.token_ids)
+        if found:
+            embeddings_TH = embeddings_TH.index_copy(0, torch.tensor(rows), torch.cat(found))
+        return {"inputs_embeds": embeddings_TH[None]}
+
+    forwards._inputs = inputs
+    return endpoint
+
+
 MUTANTS = (
     Mutant(
         "images cached by tokens",
@@ -79,6 +110,12 @@ MUTANTS = (
         "E-73",
         "Image features are written to the positions that the request specifies, whatever tokens are there.",
         without_looking,
+    ),
+    Mutant(
+        "image features kept by requests",
+        "E-74",
+        "The vision tower runs once per request, even if an update comes before its completions are computed again.",
+        features_kept_by_requests,
     ),
     Mutant("vision tower left out", "E-74", "Updates do not load the vision tower.", leaving_the_tower),
 )

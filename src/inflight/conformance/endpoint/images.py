@@ -11,12 +11,13 @@ from textwrap import shorten
 from inflight.conformance.checks import check, look_at, require, skip
 from inflight.conformance.endpoint.publishing import SteppedPublisher
 from inflight.conformance.endpoint.subject import EndpointSubject
+from inflight.conformance.endpoint.waiting import SERVED_S, within
 from inflight.conformance.models import make_seeing_model
 from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights
 from inflight.contracts import InferenceEndpoint
 from inflight.errors import ConfigError, InvalidRequestError, UnsupportedError
 from inflight.model.images import ImageProcessor, image_url_of
-from inflight.wire import Completion, GenerateRequest, PromptImage
+from inflight.wire import Completion, GenerateRequest, InFlightPolicy, PromptImage
 
 LEVEL = "tokens"
 _COLOURS = ((220, 30, 30), (30, 40, 220), (20, 200, 60))
@@ -25,6 +26,10 @@ _DOT = "data:image/png;base64," + (
 )
 """An image of one pixel, made without any package."""
 _NUM_TOKENS = 12
+_NUM_RECOMPUTED, _NUM_TRIES = 100, 2
+"""Number of tokens of the first completions that are recomputed, and how often each tower is published."""
+_MOST_SLOTS, _NUM_BEYOND = 16, 4
+"""Maximum number of completions that run, and how many more wait for a slot."""
 _TOWER = ("vision_tower.", "multi_modal_projector.")
 
 
@@ -37,11 +42,11 @@ class _Seeing:
     reference: ReferenceCheckpoint
     images: ImageProcessor
 
-    def request(self, *urls: str, name: str) -> GenerateRequest:
+    def request(self, *urls: str, name: str, num_tokens: int = _NUM_TOKENS, n: int = 1) -> GenerateRequest:
         """Return a request in which a letter precedes each image, and a question follows the images."""
         rendered = [token for _ in urls for token in (97, self.images.placeholder_id)]
         token_ids, images = self.images.placed((*rendered, *b"what?"), urls)
-        plain = self.subject.request(token_ids, max_tokens=_NUM_TOKENS, seed=None)
+        plain = self.subject.request(token_ids, max_tokens=num_tokens, n=n, seed=None)
         return plain.model_copy(update={"request_id": f"{plain.request_id}-{name}", "images": images})
 
     async def answers(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
@@ -49,18 +54,20 @@ class _Seeing:
         responses = await asyncio.gather(*(self.endpoint.generate(request) for request in requests))
         return [response.completions[0] for response in responses]
 
-    def gap(self, weights: ReferenceWeights, request: GenerateRequest, completion: Completion) -> float:
-        """Return the largest difference from the reference's logprobs before the first sampled placeholder.
-
-        Transformers would treat that placeholder as an image.
-        """
+    def judged(self, completion: Completion) -> tuple[int, ...]:
+        """Return the tokens before the first sampled placeholder, which transformers would treat as an image."""
         ids, placeholder = completion.token_ids, self.images.placeholder_id
-        tokens = ids[: ids.index(placeholder)] if placeholder in ids else ids
-        if not tokens:
+        return ids[: ids.index(placeholder)] if placeholder in ids else ids
+
+    def gap(self, weights: ReferenceWeights, request: GenerateRequest, completion: Completion, start: int = 0) -> float:
+        """Return the largest difference between the reference's logprobs and those of the `judged` tokens from
+        ``start`` on."""
+        tokens = self.judged(completion)
+        if not tokens[start:]:
             return 0.0
         urls = [image.url for image in request.images]
         expected = self.reference.logprobs(weights, request.prompt_token_ids, tokens, request.sampling, urls)
-        return self.subject.difference(completion.logprobs[: len(tokens)], expected)
+        return self.subject.difference(completion.logprobs[start : len(tokens)], expected[start:])
 
 
 _NONE: dict[Path, str] = {}
@@ -172,7 +179,8 @@ async def misplaced_images(subject: EndpointSubject) -> None:
 @check("E-74", "fresh updates", deadline_s=180)
 @look_at("names of the vision tower's tensors, and image features that are cached from before the update")
 async def updated_tower(subject: EndpointSubject) -> None:
-    """After an update of the vision tower, logprobs after an image that was seen before are those of the new tower."""
+    """After an update of the vision tower, logprobs after an image that was seen before are those of the new tower,
+    even in a completion that is recomputed, or that waited for a slot while others of its request ran."""
     seeing = await _open_seeing(subject)
     request = seeing.request(_picture(_COLOURS[0]), name="tower")
     await seeing.answers([request])
@@ -187,9 +195,41 @@ async def updated_tower(subject: EndpointSubject) -> None:
     await publisher.publish(other)
     again = request.model_copy(update={"request_id": f"{request.request_id}-again"})
     (completion,) = await seeing.answers([again])
+    if InFlightPolicy.RECOMPUTE in (await seeing.endpoint.capabilities()).in_flight_policies:
+        await _require_recomputed(seeing, publisher, [weights, other])
     publisher.lose_group()
     await subject.close_shared()
     gap, old = seeing.gap(other, again, completion), seeing.gap(weights, again, completion)
     subject.note(**{"largest logprob difference": gap, "difference from the old tower": old})
     require(gap <= subject.tiny_tolerance, f"after an update of the vision tower, logprobs differ by up to {gap:.3g}")
     require(old > subject.tiny_tolerance, "logprobs after the image do not depend on the vision tower")
+
+
+async def _require_recomputed(seeing: _Seeing, publisher: SteppedPublisher, towers: Sequence[ReferenceWeights]) -> None:
+    """Publish each tower under recompute while the completions of a request with an image run and wait; require that
+    their later tokens are those of the new tower."""
+    subject, can = seeing.subject, await seeing.endpoint.capabilities()
+    num = min(can.max_concurrent_sequences, _MOST_SLOTS) + _NUM_BEYOND
+    first = seeing.request(_picture(_COLOURS[1]), name="recomputed")
+    longest, worst, num_judged = can.max_model_len - len(first.prompt_token_ids), 0.0, 0
+    for number, weights in enumerate(list(towers) * _NUM_TRIES):
+        length = min(longest, _NUM_RECOMPUTED << number)
+        request = seeing.request(_picture(_COLOURS[1]), name=f"recomputed-{number}", num_tokens=length, n=num)
+        answer = subject.begin(seeing.endpoint.generate(request))
+        while not answer.done() and (await seeing.endpoint.weight_version()).num_running == 0:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        await publisher.publish(weights, in_flight=InFlightPolicy.RECOMPUTE)
+        response = await within(SERVED_S, answer, "a request with an image that was recomputed")
+        kinds = set()
+        for completion in response.completions:
+            last, num_tokens = completion.version_spans[-1], len(seeing.judged(completion))
+            if last.version == publisher.version and num_tokens > last.start:
+                worst = max(worst, seeing.gap(weights, request, completion, last.start))
+                num_judged += num_tokens - last.start
+                kinds.add(len(completion.version_spans) > 1)
+        if len(kinds) > (num > can.max_concurrent_sequences) or (kinds and length == longest):
+            break
+    subject.note(**{"largest difference after an update of the tower": worst, "tokens after such updates": num_judged})
+    words = "once the vision tower was updated under recompute, logprobs of running and waiting completions differ"
+    require(worst <= subject.tiny_tolerance, f"{words} by up to {worst:.3g}")
+    require(num_judged, "no completion of a request with an image was in flight during an update under recompute")

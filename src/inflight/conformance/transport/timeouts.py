@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -143,7 +144,8 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before, even
     if receive_ahead() was called with a longer timeout, if the group has a shorter one, or if an earlier attempt at the
     same version has sent that bucket; a bucket that is sent late still arrives. A receive of an empty bucket that a
-    store does not contain fails in the same way."""
+    store does not contain fails in the same way. No receive after a failed one returns another bucket than the one that
+    it asks for."""
     # The group has a shorter timeout than the receive of the bucket that is sent late, and the groups below have a
     # longer one than the receive of the bucket that is never sent.
     (receiver,) = [t.receiver(member) for member in t.members([1], _GROUP_S)]
@@ -171,11 +173,34 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     t.begin_session("third-attempt", [receiver], late)
     _require_nothing_arrives(t, receiver, late, "what the previous update sent")
     (receiver,) = t.form()
-    t.begin([receiver], late, never)
+    t.begin([receiver], late, never, after := bucket_of(torch.full((10,), 2.0), index=2))
     results([*t.start_receives([receiver], late), t.start_send(late)], FORM_S + SLACK_S)
     if isinstance(receiver, ReceivesAhead):
         receiver.receive_ahead(never.specs, 2 * (_WAIT_S + SLACK_S))
     _require_timely_failure(t, lambda: receiver.receive(never.specs, _WAIT_S), "the receive of a bucket never sent")
+    _require_no_other_bucket(t, receiver, never, after)
+
+
+def _require_no_other_bucket(
+    t: TransportSubject, receiver: WeightReceiver, wanted: WeightBucket, after: WeightBucket
+) -> None:
+    """Require that the receive of a bucket fails or returns that bucket if an earlier one failed, and both buckets are
+    sent then."""
+
+    def send() -> None:
+        with suppress(TransferError):
+            t.sender.send(wanted, _TIMEOUT_S)
+            t.sender.send(after, _TIMEOUT_S)
+
+    sending = t.start(send, "the sends after a failed receive")
+    what = "a receive after a failed one"
+    receive = t.start(lambda: receiver.receive(wanted.specs, _TIMEOUT_S), what)
+    receive.has_ended(_TIMEOUT_S + SLACK_S)
+    results([sending], 2 * _TIMEOUT_S + SLACK_S)
+    if isinstance(receive.ending(0.0).error, TransferError):
+        return
+    words = f"{what} returned another bucket than the one that it asks for"
+    require(receive.result(0.0)[0].equal(wanted.tensors[0]), words)
 
 
 def _require_nothing_arrives(t: TransportSubject, receiver: WeightReceiver, bucket: WeightBucket, what: str) -> None:
@@ -189,7 +214,7 @@ def _require_nothing_arrives(t: TransportSubject, receiver: WeightReceiver, buck
 )
 def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
     """A timeout shorter than a millisecond is honoured as a timeout, and a timeout of a week is not cut short, even if
-    a receiver begins to read a bucket only after several seconds."""
+    a receiver begins to read a bucket only after several seconds, in a group with a shorter timeout."""
     # A publish that has almost used up its deadline leaves such a short timeout.
     bucket = bucket_of(torch.zeros(10))
     for timeout_s in (0.0004, _NO_TIME_S):
@@ -205,6 +230,7 @@ def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
     (receive,) = t.start_receives(receivers, bucket, _WEEK_S)
     require(not receive.has_ended(0.1), "a receive with a timeout of a week ended before its bucket was sent")
     results([receive, t.start_send(bucket, _WEEK_S)], FORM_S + SLACK_S)
+    receivers = t.form(timeout_s=_GROUP_S)
     t.begin(receivers, large := bucket_of(torch.ones(_BIG, dtype=torch.float64)))
     sending = t.start_send(large, _WEEK_S)
     sending.has_ended(_LONG_S)  # sockets have timeouts of their own

@@ -7,8 +7,9 @@ state in which a crash at that instant would leave it.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,9 +130,22 @@ def _require_complete(
 def _require_a_later_save(subject: WorkerSubject, worker: TrainerWorker, path: Path) -> None:
     """Fail unless a save succeeds at a path where an interrupted save left nothing. All ranks call this."""
     saved, wanted = gathered(worker), worker.version
-    error = error_of(partial(worker.save, path))
+    with _as_another_process():
+        error = error_of(partial(worker.save, path))
     what = "a save at the path of one that had ended just before completion"
     _require_loaded(subject, worker, path, error, wanted, saved, what)
+
+
+@contextlib.contextmanager
+def _as_another_process() -> Iterator[None]:
+    """Give this process another id for as long as the context is open: a save that was killed is followed by one of
+    another process."""
+    own, other_id = os.getpid, os.getpid() + (1 << 24)
+    os.getpid = lambda: other_id
+    try:
+        yield
+    finally:
+        os.getpid = own
 
 
 def _save_again(

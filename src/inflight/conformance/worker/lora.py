@@ -159,8 +159,11 @@ def a_lora_resumes(subject: WorkerSubject) -> None:
         _require_adapter(subject, path, saved, _spec(steady))
     take_steps(steady, batches[2:])
     expected = gathered(steady)
-    new = _lora_worker(subject, dropout=_DROPOUT)
-    for name, resumed in {"a new worker": new, "the worker that continued": steady}.items():
+    new, twin = _lora_worker(subject, dropout=_DROPOUT), _lora_worker(subject, dropout=_DROPOUT)
+    take_steps(twin, batches[2:])
+    others = {"the worker that continued": steady, "another worker at the same version": twin}
+    for name, resumed in {"a new worker": new, **others}.items():
+        gathered(resumed)
         accumulate(resumed, batches[:1])  # load() must discard the gradient and reset the count of dropout draws
         resumed.load(path)
         changed = differing(saved, gathered(resumed))

@@ -207,9 +207,10 @@ class StoredReceiver(WeightReceiver):
         index, ref = self._num_received, self._ref
         if ref is None:
             raise TransferError("receiving a bucket failed: no update has begun")
-        self._num_received += 1
         attempt = Attempt(f"receiving bucket {index} of version {ref.version}", timeout_s, self._abandoned)
-        return unpack(self._receive_bytes(ref, index, sum(spec.size_bytes for spec in specs), attempt), specs)
+        data = self._receive_bytes(ref, index, sum(spec.size_bytes for spec in specs), attempt)
+        self._num_received = index + 1
+        return unpack(data, specs)
 
     def abort(self) -> None:
         abandon(self._abandoned)
