@@ -51,7 +51,7 @@ def make_tiny_model(
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     config_class: Any = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}[family]
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
+    experts = {"num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": hidden_size}
     config = config_class(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -104,11 +104,11 @@ def make_model_of_text(path: Path, text: str, pairs: Sequence[str]) -> Path:
     ``path``.
 
     In all other respects, the checkpoint is like that of `make_tiny_model`. Each pair consists of two ASCII letters and
-    is one token. There may be at most 32 tokens, bytes included, and all of them must be different.
+    is one token. There may be at most 64 tokens, bytes included, and all of them must be different.
     """
     from tokenizers import Tokenizer
 
-    make_tiny_model(path, vocab_size=VOCAB_SIZE + len(pairs))
+    make_tiny_model(path, vocab_size=VOCAB_SIZE + len(pairs), hidden_size=64)
     file = path / "tokenizer.json"
     content = json.loads(file.read_text())
     content["model"]["vocab"] |= {pair: VOCAB_SIZE + i for i, pair in enumerate(pairs)}

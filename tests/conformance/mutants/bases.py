@@ -212,6 +212,12 @@ def stale_ranks(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def experts_by_name(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    parts = endpoint._engine.weights.stored._parts
+    parts.update({name: tuple(sorted(stored)) for name, stored in parts.items()})
+    return endpoint
+
+
 MUTANTS = (
     Mutant(
         "encoded buckets not compared",
@@ -257,6 +263,12 @@ MUTANTS = (
         "U-18",
         "An update that is not kept replaces the bytes of the one that is reported as kept.",
         noting(_moved_base),
+    ),
+    Mutant(
+        "experts in order of their names",
+        "U-76",
+        "Updates arrange the experts of a layer by their numbers as text.",
+        experts_by_name,
     ),
     Mutant(
         "experts in place",

@@ -151,6 +151,19 @@ def stopping(hits: Callable[[str, str], bool]) -> Callable[[EmbeddedEndpoint], E
     return infect
 
 
+def stopping_within_characters(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Look for stop strings in as many tokens as suffice if no character takes more than two."""
+    steps: Any = endpoint._engine.steps
+
+    def faulty(sequence: Any) -> bool:
+        stops = sequence.request.sampling.stop
+        text = steps._decode(sequence.token_ids[-(2 * max(map(len, stops)) + 16) :])
+        return any(stop in text for stop in stops)
+
+    steps._hit_stop_string = faulty
+    return endpoint
+
+
 def matches(stop: str, text: str) -> bool:
     try:
         return re.search(stop, text) is not None
@@ -365,6 +378,12 @@ MUTANTS = (
         "E-20",
         "Stop strings are found regardless of case.",
         stopping(lambda stop, text: stop.lower() in text.lower()),
+    ),
+    Mutant(
+        "stop strings within characters",
+        "E-20",
+        "Stop strings are looked for in as many tokens as suffice if no character takes more than two.",
+        stopping_within_characters,
     ),
     Mutant("stop strings as patterns", "E-20", "Stop strings are regular expressions.", stopping(matches)),
     Mutant(

@@ -78,6 +78,19 @@ def ends_what_has_tokens(endpoint: EmbeddedEndpoint, _: Any) -> None:
         scheduler.finish(sequence, "abort")
 
 
+def recomputes_last(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    scheduler: Any = endpoint._engine.scheduler
+    recompute = scheduler.recompute_running
+
+    def faulty() -> None:
+        num = len(scheduler.running)
+        recompute()
+        scheduler.waiting.rotate(-num)
+
+    scheduler.recompute_running = faulty
+    return endpoint
+
+
 @replaces("_engine.pauses.resume")
 def keeps_waiting_for_a_drain(endpoint: EmbeddedEndpoint, resume: Callable[[], float]) -> float:
     """Keep the callback of a refused drain, which still pauses sampling once no request is running."""
@@ -216,6 +229,12 @@ MUTANTS = (
         "E-34",
         "A drain is acknowledged while requests still run.",
         pausing(drains_behind_its_back),
+    ),
+    Mutant(
+        "recomputed last",
+        "E-34",
+        "Requests that an update under recompute interrupts queue behind those that have not begun.",
+        recomputes_last,
     ),
     Mutant(
         "drain without a deadline",

@@ -169,8 +169,8 @@ async def newcomers_wait(subject: EndpointSubject) -> None:
 
 @check("E-34", "updates drain", deadline_s=60, look_at=_DRAIN)
 async def drain_finishes_requests(subject: EndpointSubject) -> None:
-    """Under drain, running requests finish under the old weights before the pause is acknowledged; new ones wait. A
-    request whose caller disconnects no longer delays the pause."""
+    """Under drain, running requests finish under the old weights before the pause is acknowledged, even if they wait to
+    be recomputed; new ones wait. A request whose caller disconnects no longer delays the pause."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.context_len // 2)
     await publisher.form_group()
@@ -194,6 +194,28 @@ async def drain_finishes_requests(subject: EndpointSubject) -> None:
     await publisher.complete(update, other)
     await require_all_sampled_from(subject, other, late, "a request that arrived during the drain")
     await _drain_what_is_cancelled(subject)
+    if InFlightPolicy.RECOMPUTE in subject.capabilities.in_flight_policies:
+        await _drain_what_is_recomputed(subject)
+
+
+async def _drain_what_is_recomputed(subject: EndpointSubject) -> None:
+    """Fill all slots, let other requests wait, and drain right after an update under recompute; require that no request
+    has tokens from both before and after the drain."""
+    publisher, weights = subject.publisher, subject.reference.weights
+    num_slots = min(subject.capabilities.max_concurrent_sequences, _MOST_SLOTS)
+    requests = await subject.start_running(num_slots, max_tokens=min(_NUM_TOKENS, subject.context_len // 2))
+    requests += subject.start(
+        num_slots + 1, min(_NUM_TOKENS, subject.context_len // 2)
+    )  # one waits even if slots get free
+    await asyncio.sleep(_ADMITTED_S)
+    await publisher.publish(weights, in_flight=InFlightPolicy.RECOMPUTE)
+    deadline_s = 3 * SERVED_S * SLOWNESS.get()
+    drain = await publisher.request(weights, in_flight=InFlightPolicy.DRAIN, deadline_s=deadline_s)
+    await publisher.complete(drain, weights)
+    for completion in await require_all_whole(requests, "a request around a drain after an update under recompute"):
+        versions = [span.version for span in completion.version_spans]
+        words = f"a request that ran when version {drain.version} was requested under drain has tokens of {versions}"
+        require(drain.version not in versions or len(versions) == 1, words)
 
 
 async def _drain_what_is_cancelled(subject: EndpointSubject) -> None:

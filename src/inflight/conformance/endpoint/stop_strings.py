@@ -28,14 +28,19 @@ _LITERALLY_ABSENT = ("QUI", "q.i", " qui", "qui ")
 """Stop strings that occur in the text of `_PAIRS` only if case or spaces are ignored, or as patterns."""
 NEVER, _SHORT = "\x00 never", "~"
 """Stop strings that never occur."""
-_LONG_CHARACTERS = "\u4e0a\u5001\u6083\u7105\u8187\u9209"
-"""Characters of three bytes each; all the bytes are different."""
+_LONG_CHARACTERS = (
+    "\U0001f300\U000f0042\U00103105\u1187\u2348\u3250\u428b\u538f\u6452\u74d4\u8556\u95d8\ua65a\ub6dc\uc75e\ue821\uf8a3"
+)
+"""Characters of three or four bytes each; all the bytes are different. There are many more bytes than twice the
+characters."""
 _SPACES = "y \n\t"
 """A letter followed by white space."""
 _IN_THE_PROMPT = "never"
 """A stop string that occurs in a prompt only."""
 _PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
 """Tokens of two letters each, and a part of their text that ends within the last token."""
+_NUM_OF_TEXT = 80
+"""Maximum number of tokens of a completion that contains all of that text."""
 _NUM_STOP_STRINGS = 6
 """Number of stop strings in requests where only the last of them occurs. OpenAI's limit is 4."""
 
@@ -109,10 +114,10 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
         return
     reference = ReferenceCheckpoint(make_model_of_text(subject.directory / "text", _LONG_CHARACTERS + _SPACES, _PAIRS))
     endpoint = (await subject.fresh(reference.path)).endpoint
-    start, ends = [token % reference.vocab_size for token in subject.prompt()], []
+    start, ends = [*(token % reference.vocab_size for token in subject.prompt()), 0], []  # the text follows this token
     middle = [*start, ord(_SPACES[-1])]  # the pairs follow this token
     for stop, where, prompt in (
-        (_LONG_CHARACTERS, "takes three tokens for each character", start),
+        (_LONG_CHARACTERS, "takes several tokens for each character", start),
         (_SPACES[:2], "ends with a space", start),
         (_SPACES[1:3], "consists of white space", start),
         (_CUT, "ends within a token", start),
@@ -120,13 +125,14 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
         (_PAIRS[0], "is the first token", middle),
     ):
         for words in ((stop,), (_SHORT, stop), (stop, _SHORT), (*_LITERALLY_ABSENT, stop)):
-            asked = {"max_tokens": 48, "temperature": 0.0, "stop": words}
+            asked = {"max_tokens": _NUM_OF_TEXT, "temperature": 0.0, "stop": words}
             found = await subject.generate(prompt, endpoint=endpoint, **asked)
             ends_at = completing(reference.tokenizer, stop, found)
             text = "" if reference.tokenizer is None else reference.tokenizer.decode(list(found.token_ids))
-            require(ends_at, f"with the stop strings {words}, a completion of at most 48 tokens ended after {text!r}")
+            limit = f"of at most {_NUM_OF_TEXT} tokens"
+            require(ends_at, f"with the stop strings {words}, a completion {limit} ended after {text!r}")
             what = f"stop string {stop!r}, which {where}, among {words}"
-            require_ended(found, ends_at, 48, what)
+            require_ended(found, ends_at, _NUM_OF_TEXT, what)
             ends.append(len(found.token_ids))
     # Sampled tokens complete the character at the end of the prompt, which contains a stop string.
     prompt = [*start, *_IN_THE_PROMPT.encode(), _LONG_CHARACTERS.encode()[0]]
