@@ -1491,6 +1491,21 @@ def sends_within_the_timeout_of_the_group(sender: Any) -> None:
     sender.send = lambda bucket, timeout_s: send(bucket, min(timeout_s, limits[-1]))
 
 
+def aborts_whatever_group_is_open(sender: Any) -> None:
+    """A send that fails aborts the sender a little later, even if it has opened another group by then."""
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        try:
+            send(bucket, timeout_s)
+        except TransferError:
+            time.sleep(0.05)
+            sender.abort()
+            raise
+
+    sender.send = spoiled
+
+
 def stays_in_the_group_after_a_failure(receiver: Any) -> None:
     """A receive that fails does not leave the group, in which a bucket may still be received ahead."""
     receive = receiver.receive
@@ -2114,6 +2129,11 @@ MUTANTS = {
     ),
     "sends within the group's timeout": Mutant(
         "T-21", "a send takes no longer than the timeout of its group", sends_within_the_timeout_of_the_group
+    ),
+    "aborts the next group": Mutant(
+        "T-33",
+        "a send that fails because another group was opened aborts that group",
+        aborts_whatever_group_is_open,
     ),
     "receives on after a failure": Mutant(
         "T-20",

@@ -2147,6 +2147,32 @@ class LeavesInterruptedSaves(FsdpWorker):
         super().save(path)
 
 
+class LoadsWeightsDuringReads(FsdpWorker):
+    """A load of the weights alone does not wait for open iterators over the weights."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        wait = self._readers.wait
+        if not optimizer:
+            self._readers.wait = lambda *arguments: None  # type: ignore[method-assign]
+        try:
+            super().load(path, optimizer=optimizer)
+        finally:
+            self._readers.wait = wait  # type: ignore[method-assign]
+
+
+class LoadsWeightsDuringSaves(FsdpWorker):
+    """A load of the weights alone does not wait for a background save."""
+
+    def load(self, path: Path, *, optimizer: bool = True) -> None:
+        wait = self._saves.wait
+        if not optimizer:
+            self._saves.wait = lambda *arguments: None  # type: ignore[method-assign]
+        try:
+            super().load(path, optimizer=optimizer)
+        finally:
+            self._saves.wait = wait  # type: ignore[method-assign]
+
+
 class LeavesSavesOfOtherProcesses(FsdpWorker):
     """A save does not remove the files that an interrupted save of another process has left."""
 
@@ -2526,6 +2552,9 @@ MUTANTS = {
     "background_failure_swallowed": Mutant(
         FailureSwallowed, "W-77", "`finish_save` returns although the save has failed"
     ),
+    "weights_loaded_during_saves": Mutant(
+        LoadsWeightsDuringSaves, "W-77", "`load(optimizer=False)` does not wait for a background save"
+    ),
     "never_pending": Mutant(NeverPending, "W-77", "`save_pending` is false during a save"),
     "finished_at_once": Mutant(FinishedAtOnce, "W-77", "`finish_save` does not wait for the save"),
     "saved_at_the_end": Mutant(SavedAtTheEnd, "W-77", "the state is saved only by `finish_save`"),
@@ -2615,6 +2644,9 @@ MUTANTS = {
     "loads_while_read": Mutant(LoadsWhileRead, "W-72", "`load` changes boxes that are being read", num_ranks=2),
     "waits_for_closed": Mutant(
         WaitsForClosed, "W-72", "a step waits for a read that was closed early", num_ranks=2, hangs=True
+    ),
+    "weights_loaded_during_reads": Mutant(
+        LoadsWeightsDuringReads, "W-72", "`load(optimizer=False)` does not wait for open iterators", num_ranks=2
     ),
     "long_messages_cut": Mutant(LongMessagesCut, "W-73", "messages are cut after 4 KiB", num_ranks=2),
     "dropout_ignored": Mutant(DropoutIgnored, "W-50", "dropout is configured but not applied"),

@@ -30,6 +30,8 @@ _NUM_RECOMPUTED, _NUM_TRIES = 100, 2
 """Number of tokens of the first completions that are recomputed, and how often each tower is published."""
 _MOST_SLOTS, _NUM_BEYOND = 16, 4
 """Maximum number of completions that run, and how many more wait for a slot."""
+_ARRIVAL_S = 0.3
+"""How long requests with images may take to be queued."""
 _TOWER = ("vision_tower.", "multi_modal_projector.")
 
 
@@ -126,10 +128,10 @@ def _picture(colour: tuple[int, int, int]) -> str:
 )
 async def images_are_seen(subject: EndpointSubject) -> None:
     """Where images are supported, logprobs are those of the reference for the same tokens and the same images, in
-    order, whatever images other requests with the same tokens contain."""
+    order, whatever images other requests with the same tokens contain, and even next to prompts without images."""
     seeing = await _open_seeing(subject)
     red, blue, green = map(_picture, _COLOURS)
-    shown = [(red,), (blue,), (red, green), (green, red), (red,)]
+    shown = [(red,), (blue,), (), (red, green), (green, red), (), (red,), ()]  # some are prompts of text alone
     requests = [seeing.request(*urls, name=str(number)) for number, urls in enumerate(shown)]
     worst = 0.0
     for _ in range(2):  # the second time, everything that an endpoint caches is cached
@@ -137,6 +139,21 @@ async def images_are_seen(subject: EndpointSubject) -> None:
         answered = await seeing.answers(requests)
         gaps = [seeing.gap(seeing.reference.weights, *pair) for pair in zip(requests, answered, strict=True)]
         worst = max(worst, *gaps)
+    if subject.missing("updates") is None:
+        publisher = SteppedPublisher(seeing.endpoint, await seeing.endpoint.capabilities())
+        update = await publisher.request(seeing.reference.weights)
+        requests = [it.model_copy(update={"request_id": f"{it.request_id}+"}) for it in requests]
+        with_images = [it for it in requests if it.images]
+        others = [it for it in requests if not it.images]
+        waiting = []
+        for group in (with_images, others):
+            waiting.append(subject.begin(seeing.answers(group)))
+            await asyncio.sleep(_ARRIVAL_S)
+        await publisher.abort(update)
+        publisher.lose_group()
+        answered = [completion for task in waiting for completion in await task]
+        pairs = zip((*with_images, *others), answered, strict=True)
+        worst = max(worst, *(seeing.gap(seeing.reference.weights, *pair) for pair in pairs))
     subject.note(**{"largest logprob difference after images": worst})
     require(worst <= subject.tiny_tolerance, f"after images, logprobs differ by up to {worst:.3g} from the reference's")
 

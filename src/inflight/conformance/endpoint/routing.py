@@ -17,16 +17,25 @@ from inflight.conformance.checks import check, fail, look_at, require, skip
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.conformance.models import make_tiny_model
 from inflight.conformance.reference import ReferenceCheckpoint
-from inflight.contracts import InferenceEndpoint
+from inflight.contracts import DraftingEndpoint, InferenceEndpoint
 from inflight.errors import ConfigError, UnsupportedError
 from inflight.model.checkpoints import load_causal_lm
-from inflight.wire import Capabilities, Completion, InFlightPolicy, RoutedExperts
+from inflight.wire import (
+    Capabilities,
+    Completion,
+    DraftHistory,
+    GenerateRequest,
+    InFlightPolicy,
+    PromptHistory,
+    RoutedExperts,
+)
 
 LEVEL = "tokens"
 _CHOSEN = 2
 """Number of experts per token in each layer of the kit's mixture of experts."""
 _LENGTHS = ((3, 24), (17, 9), (40, 15))
 """Numbers of tokens in a prompt and in its completion."""
+_GREEDY = {"temperature": 0.0, "n": 1}
 _SAMPLED_S = 0.05
 """Seconds that a completion has to sample its first tokens before an update begins."""
 _WRONG = {"float32": 0.002, "float64": 0.002}
@@ -52,7 +61,12 @@ async def experts(subject: EndpointSubject) -> None:
         requests.append(request.model_copy(update={"routed_experts": True}))
     silent = subject.request(requests[0].prompt_token_ids[:5], max_tokens=30)
     wrong = total = 0
-    for _ in range(2):  # the second time, prefixes may be cached
+    for number in range(3):  # from the second time on, prefixes may be cached
+        if number == 2:
+            if not (can.drafts and isinstance(endpoint, DraftingEndpoint)):
+                break
+            requests = [it.model_copy(update={"sampling": it.sampling.model_copy(update=_GREEDY)}) for it in requests]
+            await endpoint.record_history(await _history(endpoint, requests, can.vocab_size))
         requests = [it.model_copy(update={"request_id": f"{it.request_id}+"}) for it in requests]
         silent = silent.model_copy(update={"request_id": f"{silent.request_id}+"})
         *answers, unasked = await asyncio.gather(*(endpoint.generate(it) for it in (*requests, silent)))
@@ -72,6 +86,19 @@ async def experts(subject: EndpointSubject) -> None:
     require(wrong <= allowed * total, f"{wrong} of {total} choices of experts differ from those of the model's routers")
     if InFlightPolicy.RECOMPUTE in can.in_flight_policies and {"gloo", "nccl"} & set(can.transports):
         await _require_first_records(subject, path, endpoint, can)
+
+
+async def _history(endpoint: InferenceEndpoint, requests: Sequence[GenerateRequest], vocab_size: int) -> DraftHistory:
+    """Return a history of completions that are sampled again, with every sixth token replaced, so that drafts are
+    accepted and rejected in turn."""
+    entries = []
+    for request in requests:
+        sampled = request.model_copy(update={"request_id": f"{request.request_id}-history"})
+        ids = list((await endpoint.generate(sampled)).completions[0].token_ids)
+        ids[5::6] = [(token + 1) % vocab_size for token in ids[5::6]]
+        entry = PromptHistory(prompt_token_ids=request.prompt_token_ids, completions=(tuple(ids),), rewards=(0.0,))
+        entries.append(entry)
+    return DraftHistory(entries=tuple(entries))
 
 
 async def start_mixture(subject: EndpointSubject) -> tuple[Path, InferenceEndpoint, Capabilities]:

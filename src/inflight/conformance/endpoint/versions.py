@@ -261,16 +261,20 @@ class _Stream:
     def __init__(self, what: str, request: GenerateRequest, source: AsyncIterator[CompletionChunk]) -> None:
         self.what, self.request, self._source = what, request, source
         self.chunks: list[CompletionChunk] = []
+        self.may_read = asyncio.Event()
+        """Cleared while the client does not read."""
+        self.may_read.set()
 
     async def read(self) -> None:
         async for chunk in self._source:
             self.chunks.append(chunk)
+            await self.may_read.wait()
 
 
 @check("U-24", "updates spans streaming", deadline_s=60, look_at=_LOOK_AT)
 async def streamed_versions(subject: EndpointSubject) -> None:
-    """Every chunk of a stream, including a chat stream, names the version whose weights its tokens were sampled
-    from."""
+    """Every chunk of a stream, including a chat stream, names the version whose weights its tokens were sampled from,
+    even if its client does not read while an update arrives."""
     num_slots, is_chat = subject.capabilities.max_concurrent_sequences, subject.capabilities.chat
     if num_slots == 1:
         await _check_streams(subject, 1, is_chat=False)
@@ -293,7 +297,13 @@ async def _check_streams(subject: EndpointSubject, num: int, *, is_chat: bool) -
             pairs = list(zip(streams, reading, seen, strict=True))
             while any(len(it.chunks) < count + _NUM_CHUNKS and not task.done() for it, task, count in pairs):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
+            for stream in streams if i % 2 == 0 else ():
+                stream.may_read.clear()
+            await asyncio.sleep(_SAMPLED_S)
             await publish_next(subject, published, is_held_up=i % 2 == 1)
+            await asyncio.sleep(_SAMPLED_S)
+            for stream in streams:
+                stream.may_read.set()
         await asyncio.gather(*reading)
         ended_early = ""
         for stream in streams:

@@ -131,11 +131,11 @@ def abort_ends_a_pending_send(t: TransportSubject) -> None:
 
 @check("T-33", deadline_s=50, look_at="abort of the sender: state and bytes that outlive the group")
 def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
-    """After abort, or while an update is open, the same sender forms the next group, and only the bytes of that
-    group's buckets arrive. The send of a bucket of another update raises TransferError."""
+    """After abort, or while an update is open or a call is pending, the same sender forms the next group, and only the
+    bytes of that group's buckets arrive. The send of a bucket of another update raises TransferError."""
     bucket, stale = bucket_of(torch.randn(_BIG)), bucket_of(torch.zeros(_BIG))
     seconds = []
-    for when in ("join", "send", "group"):
+    for when, is_aborted in itertools.product(("join", "send", "group"), (True, False)):
         pending: list[PendingCall[Any]] = []
         if when == "join":
             t.members([1], _LONG_S)
@@ -144,14 +144,19 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
             t.begin(t.form(), stale)
             pending = [t.start_send(stale, _LONG_S)] if when == "send" else []
         time.sleep(0.1)
-        t.sender.abort()
-        for call in pending:
-            call.ending(_LONG_S + SLACK_S)
+        if is_aborted:
+            t.sender.abort()
+            for call in pending:
+                call.ending(_LONG_S + SLACK_S)
         started = time.monotonic()
-        ((arrived,),) = t.transfer(t.form(), bucket)
+        receivers = t.form()
+        for call in pending:  # those of a group that has not been aborted may end only now
+            call.ending(_LONG_S + SLACK_S)
+        ((arrived,),) = t.transfer(receivers, bucket)
         seconds.append(time.monotonic() - started)
         is_same = bytes_of(arrived).equal(bytes_of(bucket.tensors[0]))
-        require(is_same, f"after an abort of a {when}, the first bucket of the next group arrived changed")
+        what = "an abort of a" if is_aborted else "another group replaced a"
+        require(is_same, f"after {what} {when}, the first bucket of the next group arrived changed")
     t.note(seconds_after_join_send_and_group=seconds)
     t.begin(t.form(), stale, bucket_of(torch.zeros(1), index=1))  # a store may keep an update that is complete
     sending = t.start_send(stale, _LONG_S)
@@ -166,7 +171,8 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
     failure_of(t.start_send(replace(stale, ref=ref)), FORM_S + SLACK_S)  # before the first update of the group begins
     t.begin([receiver], bucket)
     (waiting,) = t.start_receives([receiver], bucket)
-    failure_of(t.start_send(replace(bucket, ref=ref)), FORM_S + SLACK_S)
+    for stray in (bucket, bucket_of(torch.zeros(0))):
+        failure_of(t.start_send(replace(stray, ref=ref)), FORM_S + SLACK_S)
     require(not waiting.has_ended(0.3), "a receive ended although only a bucket of another update had been sent")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from inflight.conformance.calls import SLACK_S, results
 from inflight.conformance.checks import check, look_at, require
-from inflight.conformance.transport.buckets import bucket_of, bytes_of, digest_of
+from inflight.conformance.transport.buckets import bucket_of, bytes_of, digest_of, numbered
 from inflight.conformance.transport.subject import FORM_S, TransportSubject
 from inflight.contracts import ReceivesAhead, ReservesMemory, WeightReceiver
 from inflight.types import WeightBucket
@@ -183,7 +183,7 @@ def ends_in_different_processes_exchange_bytes(t: TransportSubject) -> None:
     require(not wrong, f"these buckets arrived with wrong contents in the other process: {wrong}")
     wrong = [i for i, tensors in enumerate(arrived) if digest_of(tensors) != due[i]]
     require(not wrong, f"these buckets arrived with wrong contents, or changed when the other process died: {wrong}")
-    sent = bucket_of(torch.ones(_NUM_LARGE))
+    sent = bucket_of(numbered(_NUM_LARGE))
     _, receiver = t.join_sending_peer(sent)
     is_same = digest_of(receiver.receive(sent.specs, FORM_S)) == digest_of(sent.tensors)
     require(is_same, "the bucket that the other process sent arrived with wrong contents")

@@ -26,6 +26,11 @@ def bucket_of(*tensors: torch.Tensor, index: int = 0, prefix: str = "tensor") ->
     return WeightBucket(index, tuple(specs), tensors)
 
 
+def numbered(num_elements: int, first: int = 0) -> torch.Tensor:
+    """Return float64 [num_elements] in ascending order, so that repeated, lost and exchanged bytes are noticed."""
+    return torch.arange(first, first + num_elements, dtype=torch.float64)
+
+
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes, row-major, as a new uint8 tensor on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()

@@ -11,7 +11,7 @@ import torch
 
 from inflight.conformance.calls import SLACK_S, PendingCall
 from inflight.conformance.checks import check, require
-from inflight.conformance.transport.buckets import bucket_of, bytes_of
+from inflight.conformance.transport.buckets import bucket_of, bytes_of, numbered
 from inflight.conformance.transport.endings import note_legal_ending, require_legal, require_whole
 from inflight.conformance.transport.pair import update_of
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, failure_of
@@ -41,7 +41,7 @@ _WORDS = {
 def a_killed_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
     """A send to a receiver that was killed ends within its timeout."""
     peer, _ = t.form_with_peer()
-    bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    bucket = bucket_of(numbered(_BIG))
     t.begin([], bucket)
     sending = t.start_send(bucket, 2.0)
     time.sleep(0.2)
@@ -54,7 +54,7 @@ def a_stopped_receiver_does_not_hold_the_sender(t: TransportSubject) -> None:
     """A send to a receiver that is stopped ends within its timeout."""
     peer, _ = t.form_with_peer()
     peer.stop()  # its sockets stay open, but nothing reads from them
-    bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    bucket = bucket_of(numbered(_BIG))
     t.begin([], bucket)
     sending = t.start_send(bucket, _WAIT_S)
     note_legal_ending(t, sending.ending(_WAIT_S + SLACK_S))
@@ -77,7 +77,7 @@ def a_killed_sender_fails_the_receive(t: TransportSubject) -> None:
 def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
     """Receiving a bucket of which only a part arrives raises TransferError, whether its sender was killed, aborted the
     group, or timed out. So does receiving a stored bucket whose size is not the expected one."""
-    bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    bucket = bucket_of(numbered(_BIG))
     peer, receiver = t.join_sending_peer(bucket)
     time.sleep(0.4)
     peer.kill()
@@ -88,7 +88,7 @@ def a_bucket_cut_short_is_not_received(t: TransportSubject) -> None:
         failure_of(receive, 0.0)
     else:  # it was stored before its sender was killed
         require_whole(ending.value[0], bucket)
-    bucket = bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    bucket = bucket_of(numbered(_BIG))
     for how in ("aborted", "gave up"):
         (receiver,) = t.form()
         t.begin([receiver], bucket)
@@ -132,7 +132,7 @@ def a_failed_send_loses_the_group(t: TransportSubject) -> None:
     """After a send has failed, the group is lost: further sends raise TransferError, and no rank ever receives a
     mixture of two buckets."""
     # Half of _BIG still exceeds any socket buffer.
-    buckets = [bucket_of(torch.full((_BIG // 2,), 1.0 + i, dtype=torch.float64), index=i) for i in range(2)]
+    buckets = [bucket_of(numbered(_BIG // 2, i * _BIG), index=i) for i in range(2)]
     for number in (1, 2):  # the first receiver always reads
         receivers = t.form(3)
         idle = receivers.pop(number)
@@ -224,7 +224,7 @@ def errors_name_the_operation(t: TransportSubject) -> None:
         messages["join"] = str(failure_of(t.start(t.receiver(member).join, "the join"), 0.3 + SLACK_S))
     (receiver,) = t.form()
     buckets = [bucket_of(torch.ones(1), index=index) for index in range(7)]
-    buckets.append(bucket := bucket_of(torch.ones(_BIG, dtype=torch.float64), index=7))
+    buckets.append(bucket := bucket_of(numbered(_BIG), index=7))
     t.begin([receiver], *buckets)
     sending = t.start_send(bucket, 0.3).ending(0.3 + SLACK_S)
     receiver.abort()

@@ -195,7 +195,7 @@ def a_join_waits_for_every_rank(t: TransportSubject) -> None:
 @check("T-27", look_at="join, send and receive before the call they need, and after abort")
 def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
     """A call without a group raises TransferError."""
-    bucket = bucket_of(torch.zeros(3))
+    bucket, empty = bucket_of(torch.zeros(3)), bucket_of(torch.zeros(0))
     messages = {}
 
     def refused(what: str, call: Callable[[], Any]) -> None:
@@ -203,6 +203,7 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
 
     refused("join before specs", t.sender.join)
     refused("send before specs", lambda: t.sender.send(bucket, 0.5))
+    refused("send of an empty bucket before specs", lambda: t.sender.send(empty, 0.5))
     (member,) = t.members([1])
     receiver = t.receiver(member)
     refused("send before join", lambda: t.sender.send(bucket, 0.5))
@@ -212,6 +213,7 @@ def calls_out_of_turn_raise_transfer_error(t: TransportSubject) -> None:
         end.abort()
     refused("receive after abort", lambda: receiver.receive(bucket.specs, 0.5))
     refused("send after abort", lambda: t.sender.send(bucket, 0.5))
+    refused("send of an empty bucket after abort", lambda: t.sender.send(empty, 0.5))
     refused("join after abort", t.sender.join)
     t.note(messages=messages)
     require(all(messages.values()), "the error of a call without a group has an empty message")

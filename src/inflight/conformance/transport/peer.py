@@ -15,12 +15,10 @@ import sys
 import threading
 from pathlib import Path
 
-import torch
-
 from inflight.conformance.calls import PendingCall
 from inflight.conformance.judge import Hung
 from inflight.conformance.targets import TransportTarget
-from inflight.conformance.transport.buckets import digest_of
+from inflight.conformance.transport.buckets import digest_of, numbered
 from inflight.conformance.transport.pair import GroupMember, open_pair, update_of
 from inflight.contracts import WeightReceiver
 from inflight.types import WeightBucket
@@ -39,7 +37,7 @@ class PeerSetup(WireModel):
     spec: TransportBody | None = None
     timeout_s: float = START_S
     bucket: TensorSpec | None = None
-    """The tensor, filled with ones, that the sender sends once it has joined."""
+    """The tensor, float64 [n] as of `numbered`, that the sender sends once it has joined."""
     receives: WeightUpdate | None = None
     """The update whose buckets the receiver receives once it has joined."""
 
@@ -125,8 +123,7 @@ def main() -> None:
         pair.sender.join()
         print("joined", flush=True)
         if setup.bucket is not None:
-            tensor = torch.ones(setup.bucket.shape, dtype=getattr(torch, setup.bucket.dtype))
-            bucket = WeightBucket(0, (setup.bucket,), (tensor,))
+            bucket = WeightBucket(0, (setup.bucket,), (numbered(setup.bucket.num_elements),))
             pair.sender.begin(_update(bucket, os.getpid()))
             threading.Thread(target=pair.sender.send, args=(bucket, setup.timeout_s), daemon=True).start()
     threading.Event().wait()

@@ -172,7 +172,9 @@ def example_buckets(number: int) -> list[WeightBucket]:
 def _require_stored(t: TransportSubject, tree: _Tree, receiver: WeightReceiver, number: int) -> str:
     """Send an update of two buckets, require that its files have the documented format, and return its name."""
     buckets = example_buckets(number)
-    update = update_of(buckets, 10 + number, SESSION if number % 2 else "").model_copy(update={"run_id": RUN_ID})
+    update = update_of(buckets, 10 + number, SESSION if number % 2 else "")
+    # A bucket may be raw although its update announces another encoding.
+    update = update.model_copy(update={"run_id": RUN_ID, "encodings": ("bfloat16",) if number % 2 else ()})
     name = f"{update.version}-{SESSION}" if number % 2 else f"{update.version}"
     previous = tree.message("latest.json")
     t.sender.begin(update)

@@ -201,7 +201,10 @@ class TransportSubject:
         return peer, receivers
 
     def join_sending_peer(self, bucket: WeightBucket | None = None) -> tuple[Peer, WeightReceiver]:
-        """Form a group of a receiver here and a sender in another process, which sends ``bucket`` immediately."""
+        """Form a group of a receiver here and a sender in another process, which sends ``bucket`` immediately.
+
+        The bucket must consist of one tensor of `numbered`.
+        """
         peer = self._peer(bucket=bucket and bucket.specs[0])
         receiver = self.receiver(peer.member(self._pair.transport.spec_type))
         self.start(receiver.join, "the receiver's join").result(2 * FORM_S)

@@ -11,7 +11,7 @@ import torch
 
 from inflight.conformance.calls import SLACK_S, PendingCall, results
 from inflight.conformance.checks import check, fail, look_at, require
-from inflight.conformance.transport.buckets import bucket_of
+from inflight.conformance.transport.buckets import bucket_of, numbered
 from inflight.conformance.transport.endings import note_legal_ending, require_legal, require_whole
 from inflight.conformance.transport.subject import FORM_S, TransportSubject, failure_of
 from inflight.contracts import ReceivesAhead, WeightReceiver
@@ -81,7 +81,7 @@ def ranks_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
 @check("T-38", "peer", deadline_s=30, look_at="receive: a timeout that restarts with every read")
 def bytes_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
     """The timeout of a receive applies to the whole bucket: bytes that arrive slowly do not extend it."""
-    bucket = bucket_of(torch.zeros(_BIG, dtype=torch.float64))
+    bucket = bucket_of(numbered(_BIG))
     peer, receiver = t.join_sending_peer(bucket)
     peer.stop()
     (receive,) = t.start_receives([receiver], bucket, _TIMEOUT_S)
@@ -100,7 +100,7 @@ def bytes_that_come_slowly_are_not_awaited(t: TransportSubject) -> None:
 @check("T-39", "4-receivers", deadline_s=90, look_at="send: a timeout that restarts with every rank")
 def receivers_that_do_not_read_share_a_timeout(t: TransportSubject) -> None:
     """The timeout of a send applies to all ranks together."""
-    receivers, bucket = t.form(4), bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    receivers, bucket = t.form(4), bucket_of(numbered(_BIG))
     t.begin(receivers, bucket)
     sending = t.start_send(bucket, _SEND_S)
     note_legal_ending(t, sending.ending(_SEND_S + SLACK_S))
@@ -120,7 +120,7 @@ def _send_to_ranks_that_read_in_turn(t: TransportSubject, is_reversed: bool, tim
 
     Return whether it ended without using most of that slack, and whether any rank had read the bucket by then.
     """
-    receivers, bucket = t.form(4), bucket_of(torch.ones(_BIG, dtype=torch.float64))
+    receivers, bucket = t.form(4), bucket_of(numbered(_BIG))
     t.begin(receivers, bucket)
     sending = t.start_send(bucket, timeout_s)
     receives: list[PendingCall[list[torch.Tensor]]] = []
@@ -231,7 +231,7 @@ def a_timeout_of_nearly_nothing_is_one(t: TransportSubject) -> None:
     require(not receive.has_ended(0.1), "a receive with a timeout of a week ended before its bucket was sent")
     results([receive, t.start_send(bucket, _WEEK_S)], FORM_S + SLACK_S)
     receivers = t.form(timeout_s=_GROUP_S)
-    t.begin(receivers, large := bucket_of(torch.ones(_BIG, dtype=torch.float64)))
+    t.begin(receivers, large := bucket_of(numbered(_BIG)))
     sending = t.start_send(large, _WEEK_S)
     sending.has_ended(_LONG_S)  # sockets have timeouts of their own
     (receive,) = t.start_receives(receivers, large, _WEEK_S)

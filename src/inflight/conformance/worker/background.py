@@ -20,7 +20,7 @@ from inflight.conformance.worker.file_events import listening, path_of
 from inflight.conformance.worker.gathering import compare_changes, differing, gathered
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import WorkerSubject
-from inflight.contracts import BackgroundSaver, TrainerWorker
+from inflight.contracts import AdjustableWorker, BackgroundSaver, TrainerWorker
 from inflight.errors import CheckpointError
 
 LEVEL = "checkpoint"
@@ -115,11 +115,14 @@ def a_background_save_is_of_its_beginning(subject: WorkerSubject) -> None:
 def _require_in_turn(subject: WorkerSubject, worker: BackgroundSavingWorker, directory: Path) -> None:
     """Fail unless a second save and a load that are called during a save wait for it. All ranks call this."""
     saved, version = gathered(worker), worker.version
-    first, second, third = (directory / name for name in ("first", "second", "third"))
-    calls = {
+    first, second, third, fourth = (directory / name for name in ("first", "second", "third", "fourth"))
+    calls: dict[str, tuple[Path, Callable[[], None], Path]] = {
         "begin_save() during another save": (first, partial(worker.begin_save, second), second),
         "load() of the checkpoint that is being saved": (third, partial(worker.load, third), first),
     }
+    if isinstance(worker, AdjustableWorker) and worker.takes_step_settings:
+        load = partial(worker.load, fourth, optimizer=False)
+        calls["load(optimizer=False) of the checkpoint that is being saved"] = (fourth, load, first)
     for what, (path, call, loaded) in calls.items():
         hold = _Hold(directory)
         with listening(hold):

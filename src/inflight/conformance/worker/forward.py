@@ -5,6 +5,7 @@ Shape suffixes: T packed tokens, K tokens scored in place of each packed token.
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,10 +36,12 @@ _COLDEST = 0.05
 )
 def logprobs_equal_transformers(subject: WorkerSubject) -> None:
     """forward() returns the logprobs that transformers computes from the same checkpoint, even if some logits exceed
-    100 or all of them are far below -100."""
+    100, all of them are far below -100, or a segment has as many tokens as the model has positions."""
     # Rounding grows with the logits, which are at least STEEPNESS times those of the kit's other checkpoints.
     for model in (subject.steep_model(STEEPNESS), subject.low_model(DEPTH)):
         _compare(subject, make_batch((40,), seed=1), model=model, factor=STEEPNESS)
+    num_positions = json.loads((subject.model() / "config.json").read_text())["max_position_embeddings"]
+    _compare(subject, make_batch((num_positions,), seed=1), model=subject.model())
 
 
 @check("W-05", look_at="tie_word_embeddings: whether the head is tied again after sharding, wrapping or loading")
@@ -131,7 +134,7 @@ def logprobs_are_differentiable(subject: WorkerSubject) -> None:
 )
 def given_targets(subject: WorkerSubject) -> None:
     """Where a worker scores target ids, logprobs [T, K] and their gradient are those that transformers computes for
-    these tokens in place of the packed ones, at the temperature of each position, even if some are equal."""
+    these tokens in place of the packed ones, at the temperature of each position, even if some are equal or K is 1."""
     worker, reference = subject.create(), ReferenceModel(subject.model())
     if not (isinstance(worker, TargetScoringWorker) and worker.scores_target_ids):
         skip("scores_target_ids is not supported")
@@ -149,6 +152,14 @@ def given_targets(subject: WorkerSubject) -> None:
     difference = _largest(logprobs_TK.detach().double() - expected_TK)
     subject.note(largest_difference=difference)
     words = f"logprobs of given tokens differ by up to {difference:.2e} nats"
+    subject.require_on_all_ranks(difference <= subject.tolerance.logprob, words)
+    assert batch.target_ids_TK is not None
+    single = replace(batch, target_ids_TK=batch.target_ids_TK[:, :1])
+    found_TK, expected_TK = worker.forward(single).detach().double(), reference.logprobs(single).detach()
+    shape = list(found_TK.shape)
+    subject.require_on_all_ranks(shape == [batch.num_tokens, 1], f"with one token per position, logprobs are {shape}")
+    difference = _largest(found_TK - expected_TK)
+    words = f"with one token per position, logprobs differ by up to {difference:.2e} nats"
     subject.require_on_all_ranks(difference <= subject.tolerance.logprob, words)
     worker.backward(loss_of(logprobs_TK, batch))
     subject.compare_norm(worker, reference.gradient_norm(batches), "of given tokens")

@@ -18,7 +18,7 @@ from inflight.errors import UnsupportedError
 from inflight.types import FREE_EXPERT, MicroBatch
 
 LEVEL = "packing"
-_LAYERS, _EXPERTS, _CHOSEN = 2, 4, 2
+_LAYERS, _EXPERTS, _CHOSEN = 2, 12, 2
 """Sizes of the kit's mixture of experts: layers, experts per layer, and experts per token."""
 
 
@@ -30,8 +30,8 @@ _LAYERS, _EXPERTS, _CHOSEN = 2, 4, 2
 )
 def replayed_experts(subject: WorkerSubject) -> None:
     """Where a worker replays routing, logprobs and gradients are those of transformers with the recorded experts in
-    place of those that its routers choose, tokens without a record are routed freely, and segments may share
-    prefixes."""
+    place of those that its routers choose, tokens without a record in a layer are routed freely there, and segments may
+    share prefixes."""
     model = subject.mixture()
     worker = subject.create_or_skip(model, "mixture of experts")
     if not (isinstance(worker, ReplayingWorker) and worker.replays_routing):
@@ -85,11 +85,13 @@ def _batch() -> MicroBatch:
 
 
 def _with_experts(batch: MicroBatch) -> MicroBatch:
-    """Return the batch with random experts for three quarters of its tokens; equal prefixes have equal experts."""
+    """Return the batch with random experts for three quarters of its tokens, a few of them only in some layers; equal
+    prefixes have equal experts."""
     random = torch.Generator().manual_seed(61)
     shares_TLE = torch.rand(batch.num_tokens, _LAYERS, _EXPERTS, generator=random)
     experts_TLK = shares_TLE.topk(_CHOSEN, dim=-1).indices.to(torch.int16)
     experts_TLK[torch.rand(batch.num_tokens, generator=random) < 0.25] = FREE_EXPERT
+    experts_TLK[torch.rand(batch.num_tokens, _LAYERS, generator=random) < 0.1] = FREE_EXPERT
     if batch.prefix_ids_T is not None:
         experts_TLK = experts_TLK[batch.prefix_ids_T]
     return replace(batch, routed_experts_TLK=experts_TLK)

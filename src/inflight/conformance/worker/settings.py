@@ -128,7 +128,7 @@ def _difference(subject: WorkerSubject, start: Weights, found: Weights, own_star
 )
 def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
     """Where a worker accepts settings with each step, load(optimizer=False) loads the weights alone: the version is 0,
-    and later forward passes and steps give the results of a new worker with these weights."""
+    and later forward passes, steps and checkpoints are those of a new worker with these weights."""
     worker, path = subject.create(), subject.fresh_path("weights-only")
     if not _is_adjustable(worker):
         skip("takes_step_settings is not supported")
@@ -162,6 +162,22 @@ def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
         if subject.rank == 0:
             what = f"the first step of {name} after loading weights alone, compared with AdamW in float64"
             compare_changes(subject, saved, expected, found, what)
+    _require_resumed(subject, worker)
+
+
+def _require_resumed(subject: WorkerSubject, worker: TrainerWorker) -> None:
+    """Fail unless a checkpoint that is saved after a load of weights alone continues as its worker does. All ranks call
+    this."""
+    path, resumed, batches = subject.fresh_path("after-weights-only"), subject.create(), _batches(subject, 4)
+    worker.save(path)
+    start = gathered(worker)
+    resumed.load(path)
+    for it in (worker, resumed):
+        _step(subject, it, batches, _SETTINGS[0])
+    expected, found = gathered(worker), gathered(resumed)
+    if subject.rank == 0:
+        what = "a step after a load of weights alone, a step, a save and a load, and the same step without the last one"
+        compare_changes(subject, start, expected, found, what, by_the_same_worker=True)
 
 
 @check("W-65", look_at="an argument that is ignored")

@@ -21,7 +21,7 @@ from inflight.conformance.worker.batches import accumulate, make_batch, take_ste
 from inflight.conformance.worker.gathering import gathered
 from inflight.conformance.worker.refusals import error_of, words_of
 from inflight.conformance.worker.subject import WorkerSubject
-from inflight.contracts import ShardedWeightSource, TrainerWorker
+from inflight.contracts import AdjustableWorker, ShardedWeightSource, TrainerWorker
 from inflight.errors import TransferError
 from inflight.types import WeightBucket
 from inflight.weights.encode.bucket_bytes import checksum, pack
@@ -135,6 +135,10 @@ def boxes_are_of_the_present_step(subject: WorkerSubject) -> None:
 
     _require_equal(subject, worker, shardings, "while the next step waits", change=step)
     _require_equal(subject, worker, shardings, "while a load waits", change=partial(worker.load, path))
+    if isinstance(worker, AdjustableWorker) and worker.takes_step_settings:
+        take_steps(worker, [make_batch((14, 8), seed=750 + subject.data_rank)])
+        load = partial(worker.load, path, optimizer=False)
+        _require_equal(subject, worker, shardings, "while a load without the optimizer waits", change=load)
 
 
 @check("W-73", "ranks", deadline_s=25)
