@@ -51,6 +51,7 @@ pytestmark = pytest.mark.usefixtures("forks")
 PATCHED = (
     *((inflight.engines.embedded.stepping, "sample"), (inflight.weights.encode.float8, "decode_float8")),
     (inflight.engines.embedded.sampler, "_apply_filters"),
+    (inflight.engines.embedded.stepping, "_note_experts"),
     (inflight.engines.embedded.parameters.StoredTensors, "assemble"),
     (inflight.weights.receive.base_weights, "merge_lora"),
     (inflight.weights.encode.delta, "_indices"),

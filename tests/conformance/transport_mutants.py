@@ -1491,6 +1491,27 @@ def sends_within_the_timeout_of_the_group(sender: Any) -> None:
     sender.send = lambda bucket, timeout_s: send(bucket, min(timeout_s, limits[-1]))
 
 
+def sends_nothing_for_empty_buckets(sender: Any) -> None:
+    send = sender.send
+
+    def spoiled(bucket: WeightBucket, timeout_s: float) -> None:
+        if any(tensor.nbytes for tensor in bucket.tensors):
+            send(bucket, timeout_s)
+
+    sender.send = spoiled
+
+
+def notes_the_announced_encoding(sender: Any) -> None:
+    """A bucket is listed with the first encoding that its update announced."""
+    kept, write = sender._store, sender._store.write
+
+    def spoiled(bucket: WeightBucket, attempt: Attempt) -> None:
+        encodings = kept._open.update.encodings
+        write(replace(bucket, encoding=encodings[0]) if encodings else bucket, attempt)
+
+    kept.write = spoiled
+
+
 def aborts_whatever_group_is_open(sender: Any) -> None:
     """A send that fails aborts the sender a little later, even if it has opened another group by then."""
     send = sender.send
@@ -2129,6 +2150,15 @@ MUTANTS = {
     ),
     "sends within the group's timeout": Mutant(
         "T-21", "a send takes no longer than the timeout of its group", sends_within_the_timeout_of_the_group
+    ),
+    "empty buckets unsent": Mutant(
+        "T-27", "the send of an empty bucket returns, even without a group", sends_nothing_for_empty_buckets
+    ),
+    "announced encoding noted": Mutant(
+        "T-43",
+        "file: a bucket is stored under the first encoding that its update announced, even if it is raw",
+        notes_the_announced_encoding,
+        transport="file",
     ),
     "aborts the next group": Mutant(
         "T-33",

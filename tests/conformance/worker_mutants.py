@@ -25,8 +25,8 @@ from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 
 from inflight.contracts import PartialWeightSource, WorkerKind
-from inflight.errors import CheckpointError, NonFiniteError, TransferError
-from inflight.types import AdamSettings, MicroBatch, StepResult, WeightBucket
+from inflight.errors import CheckpointError, NonFiniteError, TrainerError, TransferError
+from inflight.types import FREE_EXPERT, AdamSettings, MicroBatch, StepResult, WeightBucket
 from inflight.wire import BucketSpec, LoraSpec, Sharding, TensorSpec
 from inflight_fsdp import background, checkpoint, rows
 from inflight_fsdp.config import WorkerConfig, parse_config
@@ -2147,6 +2147,44 @@ class LeavesInterruptedSaves(FsdpWorker):
         super().save(path)
 
 
+class SingleTargetSqueezed(FsdpWorker):
+    """Logprobs of one given token per position have one dimension."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        logprobs = super().forward(batch)
+        return logprobs.squeeze(1) if batch.target_ids_TK is not None else logprobs
+
+
+class FullContextRefused(FsdpWorker):
+    """A segment with as many tokens as the model has positions is refused."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        if max(batch.segment_lengths) >= 2048:
+            raise TrainerError("a segment is longer than the model's context")
+        return super().forward(batch)
+
+
+class PartlyRecordedIsFree(FsdpWorker):
+    """A token without recorded experts in one layer is routed freely in all layers."""
+
+    def forward(self, batch: MicroBatch) -> torch.Tensor:
+        if (experts_TLK := batch.routed_experts_TLK) is not None:
+            is_free_T11 = (experts_TLK == FREE_EXPERT).flatten(1).any(1)[:, None, None]
+            batch = replace(batch, routed_experts_TLK=experts_TLK.masked_fill(is_free_T11, FREE_EXPERT))
+        return super().forward(batch)
+
+
+class MomentsFoundOnce(FsdpWorker):
+    """Saves and loads use the moments that existed when they were first looked up."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        optimizer: Any = self._optimizer
+        kind, found = type(optimizer), dict[str, Any]()
+        states = property(lambda it: found.setdefault("states", kind.states.fget(it)))
+        optimizer.__class__ = type("Remembering", (kind,), {"states": states})
+
+
 class LoadsWeightsDuringReads(FsdpWorker):
     """A load of the weights alone does not wait for open iterators over the weights."""
 
@@ -2551,6 +2589,18 @@ MUTANTS = {
     "live_state_saved": Mutant(LiveStateSaved, "W-77", "a save in the background writes what training has changed"),
     "background_failure_swallowed": Mutant(
         FailureSwallowed, "W-77", "`finish_save` returns although the save has failed"
+    ),
+    "single_target_squeezed": Mutant(
+        SingleTargetSqueezed, "W-66", "logprobs of one given token per position have one dimension"
+    ),
+    "full_context_refused": Mutant(
+        FullContextRefused, "W-04", "a segment with as many tokens as the model has positions is refused"
+    ),
+    "partly_recorded_is_free": Mutant(
+        PartlyRecordedIsFree, "W-60", "a token without experts in one layer is routed freely in all of them"
+    ),
+    "moments_found_once": Mutant(
+        MomentsFoundOnce, "W-64", "after `load(optimizer=False)`, a save writes the moments of before"
     ),
     "weights_loaded_during_saves": Mutant(
         LoadsWeightsDuringSaves, "W-77", "`load(optimizer=False)` does not wait for a background save"

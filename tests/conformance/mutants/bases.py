@@ -212,6 +212,24 @@ def stale_ranks(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def some_experts_in_place(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Write the matrices of experts of an update in part into the served ones as they arrive."""
+    stored: Any = endpoint._engine.weights.stored
+    right = stored.assemble
+
+    def faulty(tensors: Any, present: Callable[[str], torch.Tensor]) -> Any:
+        sent = list(tensors)
+        names = {name for name, _ in sent}
+        assembled = right(sent, present)
+        for owner, whole in assembled:
+            if not set(stored._parts[owner]) <= names:
+                present(owner).detach().copy_(whole)
+        return assembled
+
+    stored.assemble = faulty
+    return endpoint
+
+
 def experts_by_name(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     parts = endpoint._engine.weights.stored._parts
     parts.update({name: tuple(sorted(stored)) for name, stored in parts.items()})
@@ -263,6 +281,12 @@ MUTANTS = (
         "U-18",
         "An update that is not kept replaces the bytes of the one that is reported as kept.",
         noting(_moved_base),
+    ),
+    Mutant(
+        "some experts in place",
+        "U-76",
+        "An update of some experts is written to the served ones before the commit.",
+        some_experts_in_place,
     ),
     Mutant(
         "experts in order of their names",

@@ -64,6 +64,19 @@ def leaving_the_tower(endpoint: EmbeddedEndpoint, load: Any, ready: PreparedPara
     load(endpoint._engine.weights.prepare(kept), *others)
 
 
+def in_the_last_rows(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Treat prompts with images as the last ones of a packed row."""
+    forwards: Any = endpoint._engine.steps._forwards
+    right = forwards._inputs
+
+    def inputs(packed: Sequence[int], prompts: Sequence[PackedPrompt]) -> Any:
+        with_images = [it for it in prompts if it.image_tensors is not None]
+        return right(packed, with_images)
+
+    forwards._inputs = inputs
+    return endpoint
+
+
 def features_kept_by_requests(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Compute the features of a request's images once, even if its completions are computed again or begin later."""
     forwards: Any = endpoint._engine.steps._forwards
@@ -97,6 +110,12 @@ MUTANTS = (
         "E-75",
         "A prompt gets the images of an earlier prompt with the same tokens.",
         caching_by_tokens,
+    ),
+    Mutant(
+        "images in the last rows",
+        "E-75",
+        "Prompts with images are taken for the last ones among those that are computed together.",
+        in_the_last_rows,
     ),
     Mutant("images in another order", "E-75", "The last image fills the first placeholders.", in_another_order),
     Mutant(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import inflight.engines.embedded.stepping
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
 from inflight.engines.embedded.sequences import Sequence
 from inflight.model.routing import Experts
@@ -57,7 +59,28 @@ def ignoring_unsupported(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     return endpoint
 
 
+def of_rejected_drafts(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    """Record the experts of all tokens that a step computes, rejected drafts included; the first record counts."""
+    right = inflight.engines.embedded.stepping._note_experts
+
+    def faulty(recorder: Any, slots: Any, num_decoded: list[int], drawn: list[Any], new: Any) -> None:
+        computed = [
+            SimpleNamespace(sequence=it.sequence, token_ids=[0] * num)
+            for it, num in zip(drawn, num_decoded, strict=False)
+        ]
+        right(recorder, slots, num_decoded, computed, new)  # type: ignore[arg-type]
+
+    inflight.engines.embedded.stepping._note_experts = faulty
+    return endpoint
+
+
 MUTANTS = (
+    Mutant(
+        "experts of rejected drafts",
+        "E-80",
+        "A token that replaces a rejected draft is reported with the experts of the draft.",
+        of_rejected_drafts,
+    ),
     Mutant(
         "experts of a neighbour",
         "E-80",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
+from inflight.base.tasks import cancel_and_wait, start
 from inflight.engines.embedded.endpoint import EmbeddedEndpoint
-from inflight.wire import InFlightPolicy, WeightUpdate
+from inflight.wire import CompletionChunk, GenerateRequest, InFlightPolicy, WeightUpdate
 from tests.conformance.mutants.mutant import Mutant
 from tests.conformance.mutants.patches import replaces
 
@@ -116,6 +119,39 @@ def labelled_by_the_session(endpoint: EmbeddedEndpoint, submit: Any, request: An
     return submit(request, *others[:2], faulty, *others[3:], **named)
 
 
+def joins_unread_chunks(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    faulty: Any = endpoint
+    stream = endpoint.generate_stream
+
+    async def generate_stream(request: GenerateRequest) -> AsyncGenerator[CompletionChunk, None]:
+        chunks: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
+
+        async def read() -> None:
+            async for chunk in stream(request):
+                chunks.put_nowait(chunk)
+            chunks.put_nowait(None)
+
+        reading, is_over = start(read()), False
+        try:
+            while not is_over:
+                unread = [await chunks.get()]
+                while not chunks.empty():
+                    unread.append(chunks.get_nowait())
+                is_over = unread[-1] is None
+                if found := [it for it in unread if it is not None]:
+                    joined = {
+                        "start": found[0].start,
+                        "token_ids": sum((it.token_ids for it in found), ()),
+                        "logprobs": sum((it.logprobs for it in found), ()),
+                    }
+                    yield found[-1].model_copy(update=joined)
+        finally:
+            await cancel_and_wait(reading)
+
+    faulty.generate_stream = generate_stream
+    return endpoint
+
+
 MUTANTS = (
     Mutant(
         "version stamped at admission",
@@ -143,6 +179,12 @@ MUTANTS = (
         staged_drain_that_pauses,
     ),
     Mutant("aborted as new", "U-23", "The last tokens of an aborted request get the new version.", aborted_as_new),
+    Mutant(
+        "unread chunks joined",
+        "U-24",
+        "Chunks that the client has not read are joined and name the last version.",
+        joins_unread_chunks,
+    ),
     Mutant("stream of the first", "U-24", "A stream names its first version in every chunk.", stream_of_the_first),
     Mutant("one behind", "U-25", "A completion that has a single version names the previous version.", one_behind),
     Mutant("chat of the first", "U-20", "A chat completion names its first version for all tokens.", chat_of_the_first),

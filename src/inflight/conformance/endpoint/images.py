@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +123,18 @@ def _picture(colour: tuple[int, int, int]) -> str:
     return image_url_of(picture)
 
 
+def _alike(colour: tuple[int, int, int]) -> str:
+    """Return an image whose data does not depend on ``colour`` in the first half."""
+    from PIL import Image
+
+    picture = Image.new("RGB", (28, 28))
+    picture.putdata([(7 * i % 256, 13 * i % 256, 29 * i % 256) for i in range(28 * 28)])
+    picture.paste(colour, (0, 14, 28, 28))
+    data = io.BytesIO()
+    picture.save(data, "PNG", compress_level=0)
+    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
 @check("E-75", "fresh", deadline_s=180)
 @look_at(
     "which features fill which placeholders, and what is cached by token ids alone: prefixes, prefills and encoded "
@@ -131,7 +145,8 @@ async def images_are_seen(subject: EndpointSubject) -> None:
     order, whatever images other requests with the same tokens contain, and even next to prompts without images."""
     seeing = await _open_seeing(subject)
     red, blue, green = map(_picture, _COLOURS)
-    shown = [(red,), (blue,), (), (red, green), (green, red), (), (red,), ()]  # some are prompts of text alone
+    alike = [_alike(colour) for colour in _COLOURS[:2]]
+    shown = [(red,), (blue,), (), (red, green), (green, red), (), (red,), *((it,) for it in alike), ()]
     requests = [seeing.request(*urls, name=str(number)) for number, urls in enumerate(shown)]
     worst = 0.0
     for _ in range(2):  # the second time, everything that an endpoint caches is cached
