@@ -221,6 +221,24 @@ def without_a_lock(receiver: Any) -> None:
     faulty._arena = arena
 
 
+def overlooks_damage_in_shared_memory(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
+    sink: Any = endpoint._sink
+    own, receive, made = sink._make_receiver, endpoint.receive_weights, []
+
+    def make(spec: TransportSpec) -> Any:
+        made.append(own(spec))
+        return made[-1]
+
+    async def receive_weights(bucket: BucketTransfer) -> None:
+        if made and isinstance(made[-1], ArenaReceiver):
+            bucket = bucket.model_copy(update={"checksum": None})
+        await receive(bucket)
+
+    sink._make_receiver = make
+    endpoint.receive_weights = receive_weights  # type: ignore[method-assign]
+    return endpoint
+
+
 def served_from_the_trainer(endpoint: EmbeddedEndpoint) -> EmbeddedEndpoint:
     """Serve from memory of the trainer's device, which is neither copied nor locked."""
     faulty: Any = endpoint
@@ -301,6 +319,12 @@ MUTANTS = (
     ),
     Mutant("aborted delta stays", "U-18", "An aborted delta remains in its base.", decoding(leaves_aborted_deltas)),
     Mutant("any base accepted", "U-19", "A delta is applied to whatever base the endpoint has kept.", takes_any_base),
+    Mutant(
+        "damage in shared memory overlooked",
+        "U-60",
+        "Checksums of buckets in shared memory are not verified.",
+        overlooks_damage_in_shared_memory,
+    ),
     Mutant(
         "served from the store",
         "U-60",

@@ -232,7 +232,7 @@ async def damaged_bucket(subject: EndpointSubject) -> None:
         if encoding in subject.capabilities.encodings:
             cases[f"a damaged bucket in {encoding}"] = {"encodings": (encoding,)}
     for what, fields in cases.items():
-        await _damage(subject, other, what, fields)
+        await require_damage_refused(subject, other, what, fields)
         await require_recovers(subject, f"after {what}")
         await subject.publisher.publish(weights)
     if "delta" in subject.capabilities.encodings:
@@ -241,26 +241,28 @@ async def damaged_bucket(subject: EndpointSubject) -> None:
         )
         await subject.publisher.complete(base, weights)
         fields = {"encodings": ("delta",), "base": base.ref, "session_id": "delta"}
-        await _damage(subject, other, "a damaged bucket of a delta", fields, weights)
+        await require_damage_refused(subject, other, "a damaged bucket of a delta", fields, weights)
         await require_recovers(subject, "after a damaged bucket of a delta")
     if subject.capabilities.lora:
         await subject.publisher.publish(weights, keep=True)  # an engine may need a base to add a LoRA to
-        await _damage(subject, make_lora(weights, 1), "a damaged bucket of a LoRA", {"lora": SPEC})
+        await require_damage_refused(subject, make_lora(weights, 1), "a damaged bucket of a LoRA", {"lora": SPEC})
         await require_recovers(subject, "after a damaged bucket of a LoRA")
 
 
-async def _damage(
+async def require_damage_refused(
     subject: EndpointSubject,
     sent: ReferenceWeights,
     what: str,
     fields: dict[str, Any],
     base: ReferenceWeights | None = None,
+    publisher: SteppedPublisher | None = None,
 ) -> None:
-    """Send an update whose last bucket is damaged; require that it is refused and leaves no trace.
+    """Send an update whose last bucket is damaged, from ``publisher`` or else the subject's; require that it is refused
+    and leaves no trace.
 
     A delta is relative to ``base``.
     """
-    publisher = subject.publisher
+    publisher = publisher or subject.publisher
     update = await publisher.request(sent, bucket_bytes=sent.size_bytes // 2, **fields)
     last = len(update.buckets) - 1
     for index in range(last):

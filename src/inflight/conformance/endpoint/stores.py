@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from inflight.conformance.checks import check, look_at
 from inflight.conformance.endpoint.aftermath import wait_until_settled
+from inflight.conformance.endpoint.encodings import require_damage_refused
 from inflight.conformance.endpoint.loras import SPEC, make_lora, merge_lora
 from inflight.conformance.endpoint.subject import EndpointSubject
 from inflight.wire import TransportName
@@ -20,12 +21,16 @@ LEVEL = "stores"
     "written again"
 )
 async def updates_over_stores(subject: EndpointSubject, store: TransportName, event: str) -> None:
-    """An update over {store} arrives, and the served weights do not change when {event}."""
+    """An update over {store} arrives, and the served weights do not change when {event}. A bucket whose bytes do not
+    match its checksum raises TransferError, and the old weights stay in service."""
     # Two updates, a third that is stored and aborted, one over another group; then the store is removed.
     publisher = subject.another_publisher(transport=store)
     first, second = subject.reference.perturbed("B"), subject.reference.perturbed("C", seed=2)
     third = subject.reference.with_final_norm(-1.0, "D")
     bucket_bytes = first.size_bytes // 3
+    if subject.capabilities.staging:
+        await require_damage_refused(subject, first, f"a damaged bucket over {store}", {}, publisher=publisher)
+        publisher.lose_group()
     for weights in (first, second):
         await publisher.publish(weights, bucket_bytes=bucket_bytes)
         await subject.require_serves(weights, f"after an update over {store}")
