@@ -159,6 +159,18 @@ def ids_reusable(is_overlooked: Callable[[Any, Any, Any], bool]) -> Callable[[Em
     return infect
 
 
+def is_refused_once() -> Callable[[Any, Any, Any], bool]:
+    """Return a function that overlooks a request whose id has been refused before."""
+    refused: set[int] = set()
+
+    def is_overlooked(scheduler: Any, other: Any, request: Any) -> bool:
+        was_refused = id(other) in refused
+        refused.add(id(other))
+        return was_refused
+
+    return is_overlooked
+
+
 def is_waiting(scheduler: Any, other: Any, request: Any) -> bool:
     return all(sequence in scheduler.waiting for sequence in other.sequences)
 
@@ -402,6 +414,12 @@ MUTANTS = (
         "E-22",
         "The id of a request that waits for a slot may be used again.",
         ids_reusable(is_waiting),
+    ),
+    Mutant(
+        "ids accepted once refused",
+        "E-22",
+        "The id of a running request may be used again after another use has been refused.",
+        lambda endpoint: ids_reusable(is_refused_once())(endpoint),
     ),
     Mutant("ids of streams accepted", "E-22", "The id of a stream may be used again.", ids_reusable(is_one_streamed)),
     Mutant(

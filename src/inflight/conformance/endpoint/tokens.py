@@ -98,7 +98,8 @@ async def refusals(subject: EndpointSubject) -> None:
     longest, refusal = subject.capabilities.max_model_len, InvalidRequestError
     ((running, answer),) = await subject.start_running(1, max_tokens=min(300, subject.remaining_tokens()))
     twice = subject.request(max_tokens=4).model_copy(update={"request_id": running.request_id})
-    await subject.require_raises(subject.endpoint.generate(twice), refusal, "the id of a running request, used again,")
+    for what in ("the id of a running request, used again,", "that id, used again after a refusal,"):
+        await subject.require_raises(subject.endpoint.generate(twice), refusal, what)
     if subject.capabilities.streaming:
         stream = _read(subject, twice.model_copy(update={"stream": True}))
         await subject.require_raises(stream, refusal, "a stream with the id of a running request")
