@@ -106,5 +106,5 @@ def test_a_comparison_that_different_roundings_leave_hardly_any_token_for_is_ref
     exact_T, found_T = torch.zeros(8), torch.full((8,), 2.0)
     moved = [torch.zeros(8).index_fill(0, torch.arange(start, start + 4), 1.0) for start in (0, 2, 4)]
     assert unexplained_difference(found_T, exact_T, moved[:2], 0.5, "bfloat16") == 2.0
-    with pytest.raises(CheckFailed, match="leave 0 of 8 logprobs of the reference unchanged: too few"):
+    with pytest.raises(CheckFailed, match="leave 0 of 8 logprobs of the reference itself unchanged: too few"):
         unexplained_difference(found_T, exact_T, moved[::2], 0.5, "bfloat16")
