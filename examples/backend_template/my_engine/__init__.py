@@ -31,7 +31,7 @@ class MyEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self.name = str(model)
         try:
             self.engine = TinyEngine(model)
-        except ValueError as error:  # not a text model
+        except ValueError as error:  # not a text model, or a mixture of experts
             raise ConfigError(f"{model} cannot be served: {error}") from error
         self.version = 0  # of the weights that the engine computes with
         self.lock = asyncio.Lock()  # whoever holds it may use the engine
@@ -117,7 +117,7 @@ class MyEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         )
 
     def ends(self, tokens, ask):
-        if tokens[-1] in ask.stop_token_ids or (tokens[-1] == self.engine.eos_token_id and not ask.ignore_eos):
+        if tokens[-1] in ask.stop_token_ids or (tokens[-1] in self.engine.eos_token_ids and not ask.ignore_eos):
             return True
         return bool(ask.stop) and any(text in self.engine.tokenizer.decode(tokens) for text in ask.stop)
 

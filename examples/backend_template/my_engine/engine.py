@@ -28,7 +28,10 @@ class TinyEngine:
         self.parameters = dict(self.model.named_parameters())
         self.vocab_size = self.model.config.vocab_size
         self.max_model_len = self.model.config.max_position_embeddings
-        self.eos_token_id = self.model.config.eos_token_id
+        if hasattr(self.model.config, "num_experts"):  # transformers merges matrices that updates send one by one
+            raise ValueError("mixtures of experts are not supported")
+        ends = self.model.generation_config.eos_token_id  # one id, or several
+        self.eos_token_ids = set(ends if isinstance(ends, list) else [ends])
 
     @torch.inference_mode()
     def sample_token(self, sequence):

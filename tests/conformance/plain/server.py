@@ -17,6 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 torch.set_num_threads(1)
 MODEL = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+if hasattr(MODEL.config, "num_experts"):  # transformers merges the matrices of experts that updates send one by one
+    sys.exit("mixtures of experts are not supported")
+ENDS = MODEL.generation_config.eos_token_id  # one id, or several
+ENDS = ENDS if isinstance(ENDS, list) else [ENDS]
 MODEL.generation_config = (
     GenerationConfig()
 )  # not the checkpoint's: a request specifies all that differs from no filter
@@ -31,7 +35,7 @@ def info(_: bytes) -> dict:
 
 def generate(body: bytes) -> dict:
     ask = json.loads(body)
-    stop = ask["stop_ids"] + ([] if ask["ignore_eos"] else [MODEL.config.eos_token_id])
+    stop = ask["stop_ids"] + ([] if ask["ignore_eos"] else ENDS)
     filters = {name: ask[name] for name in ("temperature", "top_k", "top_p", "min_p")} if ask["temperature"] else {}
     config = GenerationConfig(
         max_new_tokens=ask["max_tokens"],

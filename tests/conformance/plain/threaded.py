@@ -67,6 +67,10 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         self.model = AutoModelForCausalLM.from_pretrained(model_dir).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self.parameters, self.config = dict(self.model.named_parameters()), self.model.config
+        if hasattr(self.config, "num_experts"):  # transformers merges matrices that updates send one by one
+            raise UnsupportedError("mixtures of experts are not supported")
+        ends = self.model.generation_config.eos_token_id  # one id, or several
+        self.ends = set(ends if isinstance(ends, list) else [ends])
         self.dtype = str(self.model.dtype)[6:]
         specs = [TensorSpec(name=n, dtype=self.dtype, shape=tuple(p.shape)) for n, p in self.parameters.items()]
         self.arrived = StagedSink(make_receiver)
@@ -116,7 +120,7 @@ class ThreadedEndpoint(ReceivingEndpoint, InferenceEndpoint, PausableEngine):
         it.logprobs.append(min(0.0, logprobs[token].item()))
         it.versions.append(self.version)
         text = self.tokenizer.decode(it.ids[it.num_prompt :]) if it.ask.stop else ""
-        is_eos = token == self.config.eos_token_id and not it.ask.ignore_eos
+        is_eos = token in self.ends and not it.ask.ignore_eos
         if is_eos or token in it.ask.stop_token_ids or any(word in text for word in it.ask.stop):
             return "stop"
         longest = it.ask.max_tokens or self.max_model_len - it.num_prompt
