@@ -62,7 +62,7 @@ def make_tiny_model(
         head_dim=32,  # the smallest size for which every engine has a kernel
         max_position_embeddings=max_model_len,
         tie_word_embeddings=tied,
-        attention_dropout=0.5,  # of training with next-token prediction: no worker and no endpoint may apply it
+        attention_dropout=0.5,  # meant for pretraining: neither workers nor endpoints may apply it
         bos_token_id=None,
         eos_token_id=EOS,
         pad_token_id=PAD,

@@ -107,7 +107,7 @@ def require_serving(answer: WeightVersion, version: int, what: str) -> None:
 
 
 async def require_undisturbed(running: Running, what: str) -> None:
-    """Require that requests which have ended meanwhile are complete: a fast endpoint may have filled their contexts."""
+    """Require that requests that have already ended are complete: a fast endpoint may have filled their contexts."""
     await require_all_whole([it for it in running if it[1].done()], what)
 
 
@@ -116,8 +116,8 @@ async def require_refused_while_running(
 ) -> Running:
     """Require that ``act``, which waits for running requests to end, is refused; return the requests.
 
-    On a busy machine, requests of ``num_tokens`` may have ended before ``act`` reaches the endpoint, which then accepts
-    it rightly; the attempt is repeated with longer requests. ``act`` must therefore restore the weights that were
+    On a busy machine, requests of ``num_tokens`` may have ended before ``act`` reaches the endpoint, which then rightly
+    accepts it; the attempt is repeated with longer requests. ``act`` must therefore restore the weights that were
     served if it is accepted.
     """
     for length in subject.lengths(num_tokens):

@@ -257,10 +257,9 @@ async def require_damage_refused(
     base: ReferenceWeights | None = None,
     publisher: SteppedPublisher | None = None,
 ) -> None:
-    """Send an update whose last bucket is damaged, from ``publisher`` or else the subject's; require that it is refused
-    and leaves no trace.
+    """Send an update whose last bucket is damaged; require that it is refused and leaves no trace.
 
-    A delta is relative to ``base``.
+    The update comes from ``publisher`` (default: the subject's). A delta is relative to ``base``.
     """
     publisher = publisher or subject.publisher
     update = await publisher.request(sent, bucket_bytes=sent.size_bytes // 2, **fields)

@@ -29,7 +29,7 @@ _DOT = "data:image/png;base64," + (
 """An image of one pixel, made without any package."""
 _NUM_TOKENS = 12
 _NUM_RECOMPUTED, _NUM_TRIES = 100, 2
-"""Number of tokens of the first completions that are recomputed, and how often each tower is published."""
+"""Number of tokens in the first recomputed completions, and how many times each tower is published."""
 _MOST_SLOTS, _NUM_BEYOND = 16, 4
 """Maximum number of completions that run, and how many more wait for a slot."""
 _ARRIVAL_S = 0.3
@@ -124,7 +124,7 @@ def _picture(colour: tuple[int, int, int]) -> str:
 
 
 def _alike(colour: tuple[int, int, int]) -> str:
-    """Return an image whose data does not depend on ``colour`` in the first half."""
+    """Return an image; the first half of its data does not depend on ``colour``."""
     from PIL import Image
 
     picture = Image.new("RGB", (28, 28))
@@ -142,7 +142,7 @@ def _alike(colour: tuple[int, int, int]) -> str:
 )
 async def images_are_seen(subject: EndpointSubject) -> None:
     """Where images are supported, logprobs are those of the reference for the same tokens and the same images, in
-    order, whatever images other requests with the same tokens contain, and even next to prompts without images."""
+    order, whatever images other requests with the same tokens contain, even alongside prompts without images."""
     seeing = await _open_seeing(subject)
     red, blue, green = map(_picture, _COLOURS)
     alike = [_alike(colour) for colour in _COLOURS[:2]]
@@ -212,7 +212,7 @@ async def misplaced_images(subject: EndpointSubject) -> None:
 @look_at("names of the vision tower's tensors, and image features that are cached from before the update")
 async def updated_tower(subject: EndpointSubject) -> None:
     """After an update of the vision tower, logprobs after an image that was seen before are those of the new tower,
-    even in a completion that is recomputed, or that waited for a slot while others of its request ran."""
+    even in a recomputed completion or one that waited for a slot while others of its request ran."""
     seeing = await _open_seeing(subject)
     request = seeing.request(_picture(_COLOURS[0]), name="tower")
     await seeing.answers([request])
@@ -238,8 +238,8 @@ async def updated_tower(subject: EndpointSubject) -> None:
 
 
 async def _require_recomputed(seeing: _Seeing, publisher: SteppedPublisher, towers: Sequence[ReferenceWeights]) -> None:
-    """Publish each tower under recompute while the completions of a request with an image run and wait; require that
-    their later tokens are those of the new tower."""
+    """Publish each tower under recompute while completions of a request with an image run or wait; require that later
+    logprobs are those of the new tower."""
     subject, can = seeing.subject, await seeing.endpoint.capabilities()
     num = min(can.max_concurrent_sequences, _MOST_SLOTS) + _NUM_BEYOND
     first = seeing.request(_picture(_COLOURS[1]), name="recomputed")
@@ -251,7 +251,7 @@ async def _require_recomputed(seeing: _Seeing, publisher: SteppedPublisher, towe
         while not answer.done() and (await seeing.endpoint.weight_version()).num_running == 0:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         await publisher.publish(weights, in_flight=InFlightPolicy.RECOMPUTE)
-        response = await within(SERVED_S, answer, "a request with an image that was recomputed")
+        response = await within(SERVED_S, answer, "a recomputed request with an image")
         kinds = set()
         for completion in response.completions:
             last, num_tokens = completion.version_spans[-1], len(seeing.judged(completion))

@@ -124,7 +124,7 @@ async def _commit_before_the_pause(subject: EndpointSubject, weights: ReferenceW
             publisher.lose_group()
         await publisher.publish(subject.reference.weights)
 
-    what = "a commit before the pause was acknowledged"
+    what = "a commit during a drain"
     running = await require_refused_while_running(subject, 2, min(200, subject.context_len // 2), commit, what)
     await require_all_whole(running, "a request that was drained while messages arrived out of order")
 

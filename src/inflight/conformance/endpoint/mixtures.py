@@ -24,7 +24,7 @@ _EVEN_EXPERT = re.compile(r"\.experts\.\d*[02468]\.")
 async def experts_change_with_the_commit(subject: EndpointSubject) -> None:
     """In a mixture of experts, an update changes nothing before its commit, whether or not it is staged, and an aborted
     one changes nothing at all. After the commit, logprobs are those of the new weights. The same applies to an update
-    of some experts alone."""
+    of only some experts."""
     if subject.is_coarse:
         skip("it computes in 16 bits, whose rounding changes which experts the routers choose")
     path, endpoint, can = await start_mixture(subject)
@@ -65,9 +65,10 @@ async def _update_some_experts(
     served: ReferenceWeights,
     gaps: dict[str, float],
 ) -> None:
-    """Require that an update of every other expert changes nothing before its commit or if it is aborted, and those
-    experts alone once it is committed; add the differences to ``gaps``."""
+    """Require that an update of every other expert changes nothing before its commit or if it is aborted, and
+    only those experts after its commit; add the differences to ``gaps``."""
     publisher = subject.publisher_to(endpoint, can)
+    await publisher.publish(served, keep=True)  # an engine may need what the update leaves out
     new = reference.perturbed("B", seed=20).tensors
     sent = {name: tensor for name, tensor in new.items() if _EVEN_EXPERT.search(name)}
     frozen = tuple(name for name in new if name not in sent)
@@ -83,7 +84,7 @@ async def _update_some_experts(
         if is_aborted:
             await publisher.abort(update)
             publisher.lose_group()
-            when = f"after {what} that was aborted"
+            when = f"after {what} was aborted"
             if (await wait_until_settled(subject, when, endpoint=endpoint)).state is EndpointState.POISONED:
                 return
             gaps[when] = await _gap(subject, endpoint, reference, served, when)

@@ -32,7 +32,7 @@ _NUM_TOKENS = 150
 """Number of tokens of each running request: enough for it to still be running when a pause follows immediately."""
 _SHORT_DRAIN_S = 0.03
 _NUM_OUT_OF_TIME = 500
-"""Number of tokens of requests that outlast the shortest drain."""
+"""Number of tokens per request: enough to outlast the shortest drain."""
 _MOST_SLOTS = 64
 """Maximum number of slots that a check fills to make further requests wait."""
 _ADMITTED_S = 0.1
@@ -65,7 +65,7 @@ async def nothing_sampled(subject: EndpointSubject, policy: InFlightPolicy) -> N
         await publisher.abort(update)
         await cancel_and_wait(*streams)
     else:
-        fail(f"in {_NUM_TRIES} tries, a stream to the end of the context had ended before the pause")
+        fail(f"in all {_NUM_TRIES} tries, a stream to the end of the context ended before the pause")
     before = sum(counts)
     await asyncio.sleep(WATCHED_S)
     during = sum(counts) - before
@@ -169,8 +169,8 @@ async def newcomers_wait(subject: EndpointSubject) -> None:
 
 @check("E-34", "updates drain", deadline_s=60, look_at=_DRAIN)
 async def drain_finishes_requests(subject: EndpointSubject) -> None:
-    """Under drain, running requests finish under the old weights before the pause is acknowledged, even if they wait to
-    be recomputed; new ones wait. A request whose caller disconnects no longer delays the pause."""
+    """Under drain, running requests finish under the old weights before the pause is acknowledged, even those
+    awaiting recomputation; new ones wait. A request whose caller disconnects no longer delays the pause."""
     publisher, other = subject.publisher, subject.reference.with_final_norm(-1.0, "B")
     num_tokens = min(_NUM_TOKENS_OF_A_DRAIN, subject.context_len // 2)
     await publisher.form_group()
@@ -206,15 +206,15 @@ async def _drain_what_is_recomputed(subject: EndpointSubject) -> None:
     requests = await subject.start_running(num_slots, max_tokens=min(_NUM_TOKENS, subject.context_len // 2))
     requests += subject.start(
         num_slots + 1, min(_NUM_TOKENS, subject.context_len // 2)
-    )  # one waits even if slots get free
+    )  # one waits even if slots free up
     await asyncio.sleep(_ADMITTED_S)
     await publisher.publish(weights, in_flight=InFlightPolicy.RECOMPUTE)
     deadline_s = 3 * SERVED_S * SLOWNESS.get()
     drain = await publisher.request(weights, in_flight=InFlightPolicy.DRAIN, deadline_s=deadline_s)
     await publisher.complete(drain, weights)
-    for completion in await require_all_whole(requests, "a request around a drain after an update under recompute"):
+    for completion in await require_all_whole(requests, "a request sent before a recompute update and a drain"):
         versions = [span.version for span in completion.version_spans]
-        words = f"a request that ran when version {drain.version} was requested under drain has tokens of {versions}"
+        words = f"a request running at the drain for version {drain.version} has tokens of versions {versions}"
         require(drain.version not in versions or len(versions) == 1, words)
 
 

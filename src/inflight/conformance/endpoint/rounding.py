@@ -13,7 +13,7 @@ from inflight.conformance.reference import ReferenceCheckpoint, ReferenceWeights
 _NUM_ROUNDINGS = 4
 """Number of different ways in which the weights are rounded a second time."""
 _LEAST_COMPARED = 0.25
-"""Smallest share of tokens that must be left after those that any of the roundings moves."""
+"""Minimum share of tokens that must remain after excluding those that any rounding moves."""
 
 
 def largest_difference(found_T: torch.Tensor, expected_T: torch.Tensor) -> float:
@@ -33,8 +33,8 @@ def unexplained_difference(
     """Return the largest difference between logprobs [T], without tokens whose logprobs rounding alone moves.
 
     ``rounded`` are the logprobs [T] of the reference in the order of `roundings`; those after the first that explains
-    every difference beyond the tolerance are not computed. Raises `CheckFailed` like `moved_by_rounding`, and if the
-    roundings together leave fewer than a quarter of the tokens.
+    every difference beyond the tolerance are not computed. Raises `CheckFailed` as `moved_by_rounding`
+    does, or if fewer than a quarter of the tokens remain after all roundings.
     """
     gap, kept_T = float("inf"), torch.ones(len(exact_T), dtype=torch.bool)
     for rounded_T in rounded:
@@ -43,7 +43,7 @@ def unexplained_difference(
         words = (
             f"different roundings to {dtype} leave {num} of {len(kept_T)} logprobs of the reference itself unchanged"
         )
-        require(num >= _LEAST_COMPARED * len(kept_T), f"{words}: too few to compare them")
+        require(num >= _LEAST_COMPARED * len(kept_T), f"{words}: too few to compare")
         if (gap := largest_difference(found_T[kept_T], exact_T[kept_T])) <= tolerance:
             break
     return gap

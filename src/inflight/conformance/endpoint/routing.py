@@ -89,8 +89,8 @@ async def experts(subject: EndpointSubject) -> None:
 
 
 async def _history(endpoint: InferenceEndpoint, requests: Sequence[GenerateRequest], vocab_size: int) -> DraftHistory:
-    """Return a history of completions that are sampled again, with every sixth token replaced, so that drafts are
-    accepted and rejected in turn."""
+    """Return a history of newly sampled completions with every sixth token replaced, so that some drafts are accepted
+    and others rejected."""
     entries = []
     for request in requests:
         sampled = request.model_copy(update={"request_id": f"{request.request_id}-history"})

@@ -46,7 +46,7 @@ async def _stage_and_abort_requests(subject: EndpointSubject) -> None:
     running = await subject.start_running(_num_leaving_one_slot(subject))
     update = await publisher.request(weights, staged=True, in_flight=InFlightPolicy.ABORT)
     await publisher.send_all(update, weights)
-    await require_undisturbed(running, "a request that ended before a staged update under abort was committed")
+    await require_undisturbed(running, "before a staged update under abort was committed, a request")
     left = [task for _, task in running if not task.done()]
     subject.note(**{"running when a staged update under abort was committed": len(left)})
     await publisher.commit(update)

@@ -31,8 +31,7 @@ NEVER, _SHORT = "\x00 never", "~"
 _LONG_CHARACTERS = (
     "\U0001f300\U000f0042\U00103105\u1187\u2348\u3250\u428b\u538f\u6452\u74d4\u8556\u95d8\ua65a\ub6dc\uc75e\ue821\uf8a3"
 )
-"""Characters of three or four bytes each; all the bytes are different. There are many more bytes than twice the
-characters."""
+"""Characters of three or four bytes each; all the bytes are different. Two bytes per character would be far too few."""
 _SPACES = "y \n\t"
 """A letter followed by white space."""
 _IN_THE_PROMPT = "never"
@@ -40,7 +39,7 @@ _IN_THE_PROMPT = "never"
 _PAIRS, _CUT = ("qu", "ix", "ot"), "uixo"
 """Tokens of two letters each, and a part of their text that ends within the last token."""
 _NUM_OF_TEXT = 80
-"""Maximum number of tokens of a completion that contains all of that text."""
+"""Value of max_tokens: enough for a completion to contain the whole text."""
 _NUM_STOP_STRINGS = 6
 """Number of stop strings in requests where only the last of them occurs. OpenAI's limit is 4."""
 
@@ -117,7 +116,7 @@ async def _require_stopped_in_a_known_text(subject: EndpointSubject) -> None:
     start, ends = [*(token % reference.vocab_size for token in subject.prompt()), 0], []  # the text follows this token
     middle = [*start, ord(_SPACES[-1])]  # the pairs follow this token
     for stop, where, prompt in (
-        (_LONG_CHARACTERS, "takes several tokens for each character", start),
+        (_LONG_CHARACTERS, "takes several tokens per character", start),
         (_SPACES[:2], "ends with a space", start),
         (_SPACES[1:3], "consists of white space", start),
         (_CUT, "ends within a token", start),

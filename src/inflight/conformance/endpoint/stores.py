@@ -21,8 +21,8 @@ LEVEL = "stores"
     "written again"
 )
 async def updates_over_stores(subject: EndpointSubject, store: TransportName, event: str) -> None:
-    """An update over {store} arrives, and the served weights do not change when {event}. A bucket whose bytes do not
-    match its checksum raises TransferError, and the old weights stay in service."""
+    """An update over {store} arrives, and the served weights do not change when {event}. A bucket that does not match
+    its checksum is refused with TransferError, and the old weights stay in service."""
     # Two updates, a third that is stored and aborted, one over another group; then the store is removed.
     publisher = subject.another_publisher(transport=store)
     first, second = subject.reference.perturbed("B"), subject.reference.perturbed("C", seed=2)

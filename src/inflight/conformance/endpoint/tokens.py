@@ -98,7 +98,7 @@ async def refusals(subject: EndpointSubject) -> None:
     longest, refusal = subject.capabilities.max_model_len, InvalidRequestError
     ((running, answer),) = await subject.start_running(1, max_tokens=min(300, subject.remaining_tokens()))
     twice = subject.request(max_tokens=4).model_copy(update={"request_id": running.request_id})
-    for what in ("the id of a running request, used again,", "that id, used again after a refusal,"):
+    for what in ("the id of a running request, used again,", "a running request's id, used a third time,"):
         await subject.require_raises(subject.endpoint.generate(twice), refusal, what)
     if subject.capabilities.streaming:
         stream = _read(subject, twice.model_copy(update={"stream": True}))

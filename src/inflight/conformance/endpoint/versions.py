@@ -274,7 +274,7 @@ class _Stream:
 @check("U-24", "updates spans streaming", deadline_s=60, look_at=_LOOK_AT)
 async def streamed_versions(subject: EndpointSubject) -> None:
     """Every chunk of a stream, including a chat stream, names the version whose weights its tokens were sampled from,
-    even if its client does not read while an update arrives."""
+    even if the client does not read while an update arrives."""
     num_slots, is_chat = subject.capabilities.max_concurrent_sequences, subject.capabilities.chat
     if num_slots == 1:
         await _check_streams(subject, 1, is_chat=False)

@@ -132,7 +132,7 @@ def abort_ends_a_pending_send(t: TransportSubject) -> None:
 @check("T-33", deadline_s=50, look_at="abort of the sender: state and bytes that outlive the group")
 def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
     """After abort, or while an update is open or a call is pending, the same sender forms the next group, and only the
-    bytes of that group's buckets arrive. The send of a bucket of another update raises TransferError."""
+    bytes of that group's buckets arrive. Sending a bucket of another update raises TransferError."""
     bucket, stale = bucket_of(torch.randn(_BIG)), bucket_of(torch.zeros(_BIG))
     seconds = []
     for when, is_aborted in itertools.product(("join", "send", "group"), (True, False)):
@@ -155,7 +155,7 @@ def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
         ((arrived,),) = t.transfer(receivers, bucket)
         seconds.append(time.monotonic() - started)
         is_same = bytes_of(arrived).equal(bytes_of(bucket.tensors[0]))
-        what = "an abort of a" if is_aborted else "another group replaced a"
+        what = "an abort of a" if is_aborted else "a new group ended a"
         require(is_same, f"after {what} {when}, the first bucket of the next group arrived changed")
     t.note(seconds_after_join_send_and_group=seconds)
     t.begin(t.form(), stale, bucket_of(torch.zeros(1), index=1))  # a store may keep an update that is complete

@@ -27,7 +27,7 @@ def bucket_of(*tensors: torch.Tensor, index: int = 0, prefix: str = "tensor") ->
 
 
 def numbered(num_elements: int, first: int = 0) -> torch.Tensor:
-    """Return float64 [num_elements] in ascending order, so that repeated, lost and exchanged bytes are noticed."""
+    """Return consecutive float64 numbers [num_elements], so that repeated, lost or swapped bytes are noticed."""
     return torch.arange(first, first + num_elements, dtype=torch.float64)
 
 

@@ -37,7 +37,7 @@ class PeerSetup(WireModel):
     spec: TransportBody | None = None
     timeout_s: float = START_S
     bucket: TensorSpec | None = None
-    """The tensor, float64 [n] as of `numbered`, that the sender sends once it has joined."""
+    """The float64 [n] tensor from `numbered` that the sender sends once it has joined."""
     receives: WeightUpdate | None = None
     """The update whose buckets the receiver receives once it has joined."""
 

@@ -113,11 +113,11 @@ class _Url(_Tree):
 )
 def stored_files_have_their_form(t: TransportSubject) -> None:
     """The files of an update have the documented names and contents: a bucket is a safetensors file, and once every
-    bucket has been written, the manifest appears and latest.json names the update. If a bucket could not be
-    written, neither happens, even if an earlier attempt of the same name was complete. The newest complete updates,
+    bucket has been written, the manifest appears and latest.json names the update. If a bucket cannot be written,
+    neither happens, even if an earlier attempt with the same name succeeded. The newest complete updates,
     whatever their versions, and those that are leased are kept, and others are removed. A lease can be renewed. Files
     that another implementation wrote are read if they have this format, and refused if they belong to another bucket,
-    are links, or lie in a directory that is one. Over HTTP, a reader whose connection is cut continues where it
+    are links, or lie in a linked directory. Over HTTP, a reader whose connection is cut continues where it
     stopped, unless the file has been replaced, and bytes that arrive slowly do not extend its timeout."""
     (spec,) = t.sender.specs(RUN_ID, [1], FORM_S)
     receiver = t.receiver(GroupMember(spec))
@@ -142,7 +142,7 @@ def _require_form(t: TransportSubject, tree: _Tree, receiver: WeightReceiver) ->
     names += _require_four_leased_kept(t, tree, receiver, [*names[1:3], *names[-2:]])
     lower = _require_stored(t, tree, receiver, _LOWER)
     tree.lease(names[-2], "lease-00112233445566ff")  # a new file in its directory does not make an update newer
-    for _ in ("first", "again, under the same name"):
+    for _ in range(2):  # the second time under the same name
         newest = _require_stored(t, tree, receiver, _LOWER + 1)
     words = f"update {lower} was removed although it is the second newest: updates of higher versions are older"
     require(tree.message(lower, "manifest.json") is not None, words)

@@ -203,7 +203,7 @@ class TransportSubject:
     def join_sending_peer(self, bucket: WeightBucket | None = None) -> tuple[Peer, WeightReceiver]:
         """Form a group of a receiver here and a sender in another process, which sends ``bucket`` immediately.
 
-        The bucket must consist of one tensor of `numbered`.
+        The bucket must hold one tensor from `numbered`.
         """
         peer = self._peer(bucket=bucket and bucket.specs[0])
         receiver = self.receiver(peer.member(self._pair.transport.spec_type))

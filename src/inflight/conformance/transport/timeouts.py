@@ -144,8 +144,8 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
     """A receive of a bucket that is not sent raises TransferError when its own timeout expires, and not before, even
     if receive_ahead() was called with a longer timeout, if the group has a shorter one, or if an earlier attempt at the
     same version has sent that bucket; a bucket that is sent late still arrives. A receive of an empty bucket that a
-    store does not contain fails in the same way. No receive after a failed one returns another bucket than the one that
-    it asks for."""
+    store does not contain fails in the same way. No receive after a failed one returns a bucket other than the one that
+    it requests."""
     # The group has a shorter timeout than the receive of the bucket that is sent late, and the groups below have a
     # longer one than the receive of the bucket that is never sent.
     (receiver,) = [t.receiver(member) for member in t.members([1], _GROUP_S)]
@@ -184,8 +184,7 @@ def a_receive_without_a_send_ends(t: TransportSubject) -> None:
 def _require_no_other_bucket(
     t: TransportSubject, receiver: WeightReceiver, wanted: WeightBucket, after: WeightBucket
 ) -> None:
-    """Require that the receive of a bucket fails or returns that bucket if an earlier one failed, and both buckets are
-    sent then."""
+    """Require that, after a failed receive, a receive of ``wanted`` returns it or fails when both buckets are sent."""
 
     def send() -> None:
         with suppress(TransferError):
@@ -199,7 +198,7 @@ def _require_no_other_bucket(
     results([sending], 2 * _TIMEOUT_S + SLACK_S)
     if isinstance(receive.ending(0.0).error, TransferError):
         return
-    words = f"{what} returned another bucket than the one that it asks for"
+    words = f"{what} returned a bucket other than the one requested"
     require(receive.result(0.0)[0].equal(wanted.tensors[0]), words)
 
 

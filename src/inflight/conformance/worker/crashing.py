@@ -138,8 +138,7 @@ def _require_a_later_save(subject: WorkerSubject, worker: TrainerWorker, path: P
 
 @contextlib.contextmanager
 def _as_another_process() -> Iterator[None]:
-    """Give this process another id for as long as the context is open: a save that was killed is followed by one of
-    another process."""
+    """Give this process another id in the context: the save after a killed one comes from another process."""
     own, other_id = os.getpid, os.getpid() + (1 << 24)
     os.getpid = lambda: other_id
     try:

@@ -134,7 +134,7 @@ def logprobs_are_differentiable(subject: WorkerSubject) -> None:
 )
 def given_targets(subject: WorkerSubject) -> None:
     """Where a worker scores target ids, logprobs [T, K] and their gradient are those that transformers computes for
-    these tokens in place of the packed ones, at the temperature of each position, even if some are equal or K is 1."""
+    these tokens in place of the packed ones, at each position's temperature, even if some ids are equal or K is 1."""
     worker, reference = subject.create(), ReferenceModel(subject.model())
     if not (isinstance(worker, TargetScoringWorker) and worker.scores_target_ids):
         skip("scores_target_ids is not supported")
@@ -157,7 +157,7 @@ def given_targets(subject: WorkerSubject) -> None:
     single = replace(batch, target_ids_TK=batch.target_ids_TK[:, :1])
     found_TK, expected_TK = worker.forward(single).detach().double(), reference.logprobs(single).detach()
     shape = list(found_TK.shape)
-    subject.require_on_all_ranks(shape == [batch.num_tokens, 1], f"with one token per position, logprobs are {shape}")
+    subject.require_on_all_ranks(shape == [batch.num_tokens, 1], f"with one token per position, the shape is {shape}")
     difference = _largest(found_TK - expected_TK)
     words = f"with one token per position, logprobs differ by up to {difference:.2e} nats"
     subject.require_on_all_ranks(difference <= subject.tolerance.logprob, words)

@@ -166,7 +166,7 @@ def weights_load_without_the_optimizer(subject: WorkerSubject) -> None:
 
 
 def _require_resumed(subject: WorkerSubject, worker: TrainerWorker) -> None:
-    """Fail unless a checkpoint that is saved after a load of weights alone continues as its worker does. All ranks call
+    """Fail unless a worker resumed from a save after a load of weights alone steps like the original. All ranks call
     this."""
     path, resumed, batches = subject.fresh_path("after-weights-only"), subject.create(), _batches(subject, 4)
     worker.save(path)
@@ -176,7 +176,7 @@ def _require_resumed(subject: WorkerSubject, worker: TrainerWorker) -> None:
         _step(subject, it, batches, _SETTINGS[0])
     expected, found = gathered(worker), gathered(resumed)
     if subject.rank == 0:
-        what = "a step after a load of weights alone, a step, a save and a load, and the same step without the last one"
+        what = "a step resumed from a save after a load of weights alone, compared with the original worker's same step"
         compare_changes(subject, start, expected, found, what, by_the_same_worker=True)
 
 
