@@ -30,6 +30,8 @@ _NUM_TOKENS_OF_A_DRAIN = 600
 """Number of tokens per request: enough to outlast the time during which answers may still be in transit."""
 _NUM_TOKENS = 150
 """Number of tokens of each running request: enough for it to still be running when a pause follows immediately."""
+_NUM_OF_ALL = 2400
+"""Number of tokens of all requests together that fill an endpoint's slots before a drain."""
 _SHORT_DRAIN_S = 0.03
 _NUM_OUT_OF_TIME = 500
 """Number of tokens per request: enough to outlast the shortest drain."""
@@ -203,10 +205,9 @@ async def _drain_what_is_recomputed(subject: EndpointSubject) -> None:
     has tokens from both before and after the drain."""
     publisher, weights = subject.publisher, subject.reference.weights
     num_slots = min(subject.capabilities.max_concurrent_sequences, _MOST_SLOTS)
-    requests = await subject.start_running(num_slots, max_tokens=min(_NUM_TOKENS, subject.context_len // 2))
-    requests += subject.start(
-        num_slots + 1, min(_NUM_TOKENS, subject.context_len // 2)
-    )  # one waits even if slots free up
+    num_tokens = subject.pace.shortened(min(_NUM_TOKENS, _NUM_OF_ALL // num_slots, subject.context_len // 2))
+    requests = await subject.start_running(num_slots, max_tokens=num_tokens)
+    requests += subject.start(num_slots + 1, num_tokens)  # one waits even if slots free up
     await asyncio.sleep(_ADMITTED_S)
     await publisher.publish(weights, in_flight=InFlightPolicy.RECOMPUTE)
     deadline_s = 3 * SERVED_S * SLOWNESS.get()
