@@ -131,11 +131,11 @@ def abort_ends_a_pending_send(t: TransportSubject) -> None:
 
 @check("T-33", deadline_s=50, look_at="abort of the sender: state and bytes that outlive the group")
 def an_aborted_sender_forms_the_next_group(t: TransportSubject) -> None:
-    """After abort, or while an update is open or a call is pending, the same sender forms the next group, and only the
+    """After abort, or while an update is open or a send is pending, the same sender forms the next group, and only the
     bytes of that group's buckets arrive. Sending a bucket of another update raises TransferError."""
     bucket, stale = bucket_of(torch.randn(_BIG)), bucket_of(torch.zeros(_BIG))
     seconds = []
-    for when, is_aborted in itertools.product(("join", "send", "group"), (True, False)):
+    for when, is_aborted in (("join", True), *itertools.product(("send", "group"), (True, False))):
         pending: list[PendingCall[Any]] = []
         if when == "join":
             t.members([1], _LONG_S)
