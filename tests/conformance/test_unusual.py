@@ -11,6 +11,7 @@ from inflight.conformance import CheckOutcome, EndpointTarget, Kit, endpoint_che
 from inflight.conformance.endpoint.diagnosis import _EDGE
 from inflight.conformance.endpoint.judged import JudgedEndpoint
 from inflight.conformance.judge import judge
+from inflight.conformance.verdicts import Verdict
 from tests.selection import first_of_each
 
 pytestmark = pytest.mark.usefixtures("forks")
@@ -44,14 +45,19 @@ def test_an_unusual_engine_passes(kit: Kit, check) -> None:
     assert verdict.outcome in (CheckOutcome.PASSED, CheckOutcome.SKIPPED), f"{verdict.message}\n{verdict.stacks}"
 
 
+def verdict_on(target: EndpointTarget, check: str, directory: Path) -> Verdict:
+    """Return the verdict of a check that runs in this process."""
+    subject = JudgedEndpoint(target, directory, 60)
+    try:
+        return judge(subject, CHECK_OF_ID[check]).verdict
+    finally:
+        subject.close()
+
+
 @pytest.mark.parametrize(("check", "late"), [("U-46", "commit_weight_update"), ("E-35", "request_weight_update")])
 def test_a_call_that_arrives_after_the_requests_have_ended_is_rightly_accepted(check: str, late: str, tmp_path: Path):
     target = EndpointTarget(factory="tests.conformance.unusual:make_late", options={"late": late})
-    subject = JudgedEndpoint(target, tmp_path, 60)
-    try:
-        verdict = judge(subject, CHECK_OF_ID[check]).verdict
-    finally:
-        subject.close()
+    verdict = verdict_on(target, check, tmp_path)
     assert verdict.outcome is CheckOutcome.PASSED, verdict.message
 
 
@@ -68,11 +74,7 @@ def test_a_call_that_arrives_after_the_requests_have_ended_is_rightly_accepted(c
 def test_a_fault_of_the_model_is_told_from_one_of_a_cache(fault: str, check: str, words: str, tmp_path: Path) -> None:
     chunk = 1 if fault == "window" else 4
     target = EndpointTarget(factory=UNUSUAL, options={"fault": fault, "chunk": chunk, "context": 256})
-    subject = JudgedEndpoint(target, tmp_path, 60)
-    try:
-        verdict = judge(subject, CHECK_OF_ID[check]).verdict
-    finally:
-        subject.close()
+    verdict = verdict_on(target, check, tmp_path)
     assert verdict.outcome is CheckOutcome.FAILED, verdict.message
     assert words in verdict.message
 
@@ -80,10 +82,6 @@ def test_a_fault_of_the_model_is_told_from_one_of_a_cache(fault: str, check: str
 @pytest.mark.filterwarnings("ignore")
 def test_a_fault_of_a_cache_is_told_from_one_of_the_model(tmp_path: Path) -> None:
     target = EndpointTarget(factory="tests.conformance.mutants:make", options={"mutant": "prefixes outlive LoRA"})
-    subject = JudgedEndpoint(target, tmp_path, 60)
-    try:
-        verdict = judge(subject, CHECK_OF_ID["U-30"]).verdict
-    finally:
-        subject.close()
+    verdict = verdict_on(target, "U-30", tmp_path)
     assert "what was cached for the prompt is used again" in verdict.message
     assert "the model itself is computed correctly" in verdict.message

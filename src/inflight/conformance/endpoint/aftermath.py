@@ -127,6 +127,7 @@ async def require_refused_while_running(
         if acting.done() and acting.exception() is None:
             await asyncio.wait([task for _, task in running], timeout=GRACE_S)
             if all(task.done() for _, task in running):
+                await require_all_whole(running, f"a request that ended before {what} was accepted")
                 continue
         await subject.require_refused(acting, what)
         return running
