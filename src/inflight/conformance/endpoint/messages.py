@@ -133,9 +133,9 @@ async def _commit_before_the_pause(subject: EndpointSubject, weights: ReferenceW
     try:
         running = await require_refused_while_running(subject, 2, num_tokens, commit, what)
     except CheckFailed:
-        if len(were_over) < len(subject.lengths(num_tokens)) or not all(were_over):
+        if len(were_over) < len(subject.lengths(num_tokens)) or not any(were_over):
             raise
-        subject.note(**{what: "not checked: the bucket arrived only once the pause was in effect"})
+        subject.note(**{what: "not checked: a bucket arrives only once the pause is in effect"})
         return
     await require_all_whole(running, "a request that was drained while messages arrived out of order")
 
